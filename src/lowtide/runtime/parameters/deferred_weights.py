@@ -7,11 +7,11 @@ by repeating the operators behind it, from the generator's state before each dra
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +40,8 @@ _OVERWRITERS = frozenset(
 )  # fmt: skip
 """Operators that leave nothing of what was in their first argument, and do not look at it."""
 _RAW = frozenset({
-    "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage", "_typed_storage",
-    "storage_type", "apply_", "map_", "map2_", "share_memory_", "__reduce_ex__", "__deepcopy__", "__array_interface__", "set_",
+    "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr", "untyped_storage", "storage",
+    "_typed_storage", "storage_type", "apply_", "map_", "map2_", "share_memory_", "__reduce_ex__", "__deepcopy__",
 })  # fmt: skip
 """Methods that reach a tensor's memory past the operators."""
 
@@ -77,7 +77,12 @@ class DeferredWeights:
         Raises:
             SessionError: The parameter was built elsewhere or was changed since, or an operator behind it cannot be repeated.
         """
-        target.copy_(self._made(spec.name, parameter) if parameter.is_meta else parameter.data)
+        if not parameter.is_meta:
+            target.copy_(parameter.data)
+            return
+        view = self._view_of(spec.name, parameter)
+        assert view.storage is not None
+        target.copy_(view.over(self._values_of(spec.name, view.storage)))
 
     def materialize(self, model: nn.Module) -> None:
         """Give every deferred parameter of the model its values, on the host; each stays the same object.
@@ -86,30 +91,26 @@ class DeferredWeights:
             SessionError: As for `fill`; parameters before that one have their values.
         """
         self.check(model)
-        made: dict[RecordedStorage, torch.UntypedStorage] = {}
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
-                # Two parameters that are views of one storage share it again.
-                values = self._made(name, parameter, made).to(parameter.dtype)
-                compat.exchange_contents(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+                self.materialize_one(name, parameter)
 
-    def _made(
-        self, name: str, parameter: nn.Parameter, made: dict[RecordedStorage, torch.UntypedStorage] | None = None
-    ) -> Tensor:
+    def materialize_one(self, name: str, parameter: nn.Parameter) -> None:
+        """The same for one deferred parameter."""
         view = self._view_of(name, parameter)
-        record = view.storage
-        assert record is not None
-        if made is None:
-            made = {}
-        if record not in made:
-            try:
-                made[record] = self._log.values_of(record)
-            except Exception as error:
-                raise SessionError(
-                    f"the values of {name} cannot be made: repeating one of {self._log.operators_of(record)} raised "
-                    f"{type(error).__name__}: {error}. Build this model without deferred_weights"
-                ) from error
-        return view.over(made[record])
+        assert view.storage is not None
+        storage = torch.UntypedStorage(view.storage.nbytes, device="cpu").copy_(self._values_of(name, view.storage))
+        values = view.over(storage).to(parameter.dtype)
+        compat.exchange_contents(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+    def _values_of(self, name: str, record: RecordedStorage) -> torch.UntypedStorage:
+        try:
+            return self._log.values_of(record)
+        except Exception as error:
+            raise SessionError(
+                f"the values of {name} cannot be made: repeating one of {self._log.operators_of(record)} raised "
+                f"{type(error).__name__}: {error}. Build this model without deferred_weights"
+            ) from error
 
     def _view_of(self, name: str, parameter: nn.Parameter) -> View:
         known, view = self._views.get(id(parameter), (None, None))
@@ -155,14 +156,17 @@ def deferred_weights() -> Iterator[DeferredWeights]:
         weights._views.update(building.finish())
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A parameter that keeps its memory."""
+@dataclass(slots=True)
+class _Member:
+    """A parameter that a module got."""
 
+    reference: weakref.ref[nn.Parameter]
     module: str
+    """The module's class."""
     name: str
-    nbytes: int
-    reason: str
+    """Its name in that module."""
+    reason: str | None = None
+    """Why it keeps its memory."""
 
 
 class _Building:
@@ -170,10 +174,8 @@ class _Building:
 
     def __init__(self, log: OperatorLog) -> None:
         self.log = log
-        self._parameters: dict[int, tuple[nn.Parameter, str, str]] = {}
-        """Those of modules, with the module's class and their name there."""
+        self._members: dict[int, _Member] = {}
         self._released: dict[RecordedStorage, None] = {}
-        self._kept: dict[int, _Kept] = {}
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -186,12 +188,12 @@ class _Building:
             self._release(module, name, parameter)
 
         def set_and_release(module: nn.Module, state: Any) -> None:
-            set_state(module, state)
+            set_state(module, state)  # type: ignore[no-untyped-call]  # torch's has no types
             for name, parameter in module._parameters.items():
                 self._release(module, name, parameter)
 
         # Exchanged on purpose, and put back below: no hook tells of copied modules.
-        nn.Module.register_parameter = register_and_release  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_and_release  # type: ignore[method-assign, assignment]
         nn.Module.__setstate__ = set_and_release  # type: ignore[method-assign]
         try:
             yield
@@ -207,28 +209,33 @@ class _Building:
         return record is not None and record.is_released
 
     def _release(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or isinstance(parameter, nn.UninitializedParameter) or threading.get_ident() != self._thread:
+        if (
+            parameter is None
+            or isinstance(parameter, nn.UninitializedParameter)
+            or threading.get_ident() != self._thread
+        ):
             return
         with compat.without_function_modes():
-            nbytes = parameter.numel() * parameter.element_size()
-            if nbytes >= LEAST_DEFERRED_BYTES and not parameter.is_meta:
-                self._parameters[id(parameter)] = parameter, type(module).__name__, name
-                self._release_one(parameter)
+            if parameter.numel() * parameter.element_size() >= LEAST_DEFERRED_BYTES and not parameter.is_meta:
+                self._members[id(parameter)] = _Member(weakref.ref(parameter), type(module).__name__, name)
+                if self._reason(parameter) is None:
+                    self.release(parameter)
 
-    def _release_one(self, parameter: nn.Parameter) -> None:
+    def _reason(self, parameter: nn.Parameter) -> str | None:
+        """Why a parameter cannot give its memory back."""
         if type(parameter) is not nn.Parameter:
-            self._keep(parameter, f"is a {type(parameter).__name__}, not a plain Parameter")
-        elif not _is_plain(parameter):
-            self._keep(parameter, f"is on {parameter.device} with the layout {parameter.layout}, not a dense tensor on the CPU")
-        elif self.log.storage_of(parameter).is_foreign:
-            self._keep(parameter, "has values that no operator of torch made, such as an array's or a file's")
-        else:
-            self._kept.pop(id(parameter), None)
-            self.release(parameter)
-
-    def _keep(self, parameter: nn.Parameter, reason: str) -> None:
-        _, module, name = self._parameters[id(parameter)]
-        self._kept[id(parameter)] = _Kept(module, name, parameter.numel() * parameter.element_size(), reason)
+            return f"is a {type(parameter).__name__}, not a plain Parameter"
+        if not _is_plain(parameter):
+            return f"is no dense tensor on the CPU, but {parameter.layout} on {parameter.device}"
+        if self.log.storage_of(parameter).is_foreign:
+            return "has values that no operator of torch made, such as an array's or a file's"
+        if (
+            compat.has_gradient_hooks(parameter)
+            or compat.post_accumulate_hooks(parameter)
+            or parameter.grad is not None
+        ):
+            return "has a gradient, or hooks for one"
+        return None
 
     def release(self, tensor: Tensor) -> None:
         """Give the memory of a tensor's storage back."""
@@ -271,58 +278,52 @@ class _Building:
     def finish(self) -> dict[int, tuple[nn.Parameter, View]]:
         """Put released parameters on the meta device; whatever else shares their memory gets its values."""
         with compat.without_function_modes():
-            for parameter, _, _ in self._parameters.values():
-                self._release_one(parameter)
-            self._bring_back_shared()
+            members = self._alive()
+            for parameter, member in members:
+                member.reason = self._reason(parameter)
+                if member.reason is None:
+                    self.release(parameter)
+                elif self.is_released(parameter):
+                    self.bring_back(self.log.storage_of(parameter))
+            own = {self.log.storage_of(parameter) for parameter, _ in members if _is_plain(parameter)}
+            if any(_is_shared(record, own) for record in self._released):
+                gc.collect()  # modules that are gone may hold memory until then
+            for record in [record for record in self._released if _is_shared(record, own)]:
+                self.bring_back(record)
             views: dict[int, tuple[nn.Parameter, View]] = {}
-            for parameter, _, _ in self._parameters.values():
+            for parameter, member in members:
                 if self.is_released(parameter):
                     views[id(parameter)] = parameter, View.of(parameter, self.log.storage_of(parameter))
+                elif member.reason is None:
+                    member.reason = "shares its memory with another tensor that is held"
             for parameter, view in views.values():
                 empty = nn.Parameter(view.empty("meta"), requires_grad=parameter.requires_grad)
                 compat.exchange_contents(parameter, empty)
             self.log.prune([view.storage for _, view in views.values() if view.storage is not None])
-        self._warn_of_kept()
+        _warn_of_kept(members)
         return views
 
-    def _bring_back_shared(self) -> None:
-        """Give memory to storages that tensors refer to which are no parameters of modules."""
-        if any(map(self._is_shared, self._released)):
-            gc.collect()  # modules that are gone may share memory until then
-        owners = self._owners()
-        for record in [record for record in self._released if self._is_shared(record, owners)]:
-            for parameter in owners.get(record, []):
-                self._keep(parameter, "shares its memory with a tensor that is held elsewhere")
-            self.bring_back(record)
-        for parameter, _, _ in self._parameters.values():
-            has_hooks = compat.has_gradient_hooks(parameter) or compat.post_accumulate_hooks(parameter)
-            if self.is_released(parameter) and (has_hooks or parameter.grad is not None):
-                self._keep(parameter, "has a gradient, or hooks for one")
-                self.bring_back(self.log.storage_of(parameter))
+    def _alive(self) -> list[tuple[nn.Parameter, _Member]]:
+        found = [(member.reference(), member) for member in self._members.values()]
+        return [(parameter, member) for parameter, member in found if parameter is not None]
 
-    def _owners(self) -> dict[RecordedStorage, list[nn.Parameter]]:
-        owners: dict[RecordedStorage, list[nn.Parameter]] = {}
-        for parameter, _, _ in self._parameters.values():
-            if self.is_released(parameter):
-                owners.setdefault(self.log.storage_of(parameter), []).append(parameter)
-        return owners
 
-    def _is_shared(
-        self, record: RecordedStorage, owners: Mapping[RecordedStorage, Sequence[nn.Parameter]] | None = None
-    ) -> bool:
-        storage = record.storage
-        return storage is not None and compat.num_owners(storage) > len((owners or self._owners()).get(record, ()))
+def _is_shared(record: RecordedStorage, own: Set[RecordedStorage]) -> bool:
+    """Whether a storage is anybody's but one parameter's of a module; those storages are given."""
+    storage = record.storage
+    return storage is not None and (record not in own or compat.num_owners(storage) > 1)
 
-    def _warn_of_kept(self) -> None:
-        kept = [*self._kept.values()]
-        nbytes = sum(each.nbytes for each in kept)
-        if nbytes >= _WARNED_BYTES:
-            first = kept[0]
-            warnings.warn(
-                f"{len(kept)} parameters, {format_bytes(nbytes)}, were not deferred and have their memory already; the first is "
-                f"{first.name} of a {first.module}, which {first.reason}",
-                stacklevel=5,
-            )
+
+def _warn_of_kept(members: Sequence[tuple[nn.Parameter, _Member]]) -> None:
+    kept = [(parameter, member) for parameter, member in members if member.reason is not None]
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter, _ in kept)
+    if nbytes >= _WARNED_BYTES:
+        first = kept[0][1]
+        warnings.warn(
+            f"{len(kept)} parameters, {format_bytes(nbytes)}, were not deferred and have their memory already; the first is "
+            f"{first.name} of a {first.module}, which {first.reason}",
+            stacklevel=5,
+        )
 
 
 class _RawAccess(TorchFunctionMode):
@@ -382,7 +383,10 @@ class _Recorder(compat.PlainMode):
         result = call.run(replaced)
         originals = {id(other): tensor for tensor in call.tensors if (other := replaced.get(id(tensor))) is not None}
         outputs = [originals.get(id(output), output) for output in compat.tensors_in(result)]
-        if all(map(_is_plain, outputs)):
+        has_grown = any(
+            tensor.untyped_storage().nbytes() != self._log.storage_of(tensor).nbytes for tensor in call.written
+        )
+        if all(map(_is_plain, outputs)) and (replaced or not has_grown):
             self._record(call, outputs, state)
         else:
             for tensor in call.written:
@@ -405,7 +409,7 @@ class _Recorder(compat.PlainMode):
         (target, *others) = call.tensors
         if call.operator.name not in _OVERWRITERS or any(map(self._building.is_released, others)):
             return NotImplemented
-        scratch = View.of(target, None).empty()
+        scratch = View.of(target, None).scratch()
         return self._run(call, {id(target): scratch})
 
     def _defer(self, call: _Call) -> Any:
@@ -500,8 +504,9 @@ class _Call:
 
     @property
     def is_view(self) -> bool:
-        """Whether it gives a view and reads nothing."""
-        return self.operator.is_view_in_place or any(
+        """Whether it gives a view, or makes one of an argument, and reads nothing."""
+        is_view_in_place = self.operator.is_view_in_place or self.operator.name == "aten.set_"
+        return is_view_in_place or any(
             result.alias_info is not None and not result.alias_info.is_write for result in self.func._schema.returns
         )
 
