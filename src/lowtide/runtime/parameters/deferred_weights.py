@@ -32,6 +32,8 @@ LEAST_DEFERRED_BYTES = 16 << 10
 _WARNED_BYTES = 1 << 20
 """What parameters may keep without a warning."""
 
+_ENTERED = threading.Lock()
+"""Held while torch's registration of parameters is exchanged, which is so for all threads."""
 _OVERWRITERS = frozenset(
     f"aten.{name}_"
     for name in (
@@ -49,10 +51,10 @@ _RAW = frozenset({
 class DeferredWeights:
     """The weights of what was built under `deferred_weights`: how each is made."""
 
-    def __init__(self, log: OperatorLog, views: Mapping[int, tuple[nn.Parameter, View]]) -> None:
+    def __init__(self, log: OperatorLog) -> None:
         self._log = log
         # With the parameters, so that no other object can have the same id.
-        self._views = dict(views)
+        self._views: dict[int, tuple[nn.Parameter, View]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -146,14 +148,20 @@ def deferred_weights() -> Iterator[DeferredWeights]:
         >>> model.weight.device.type
         'cpu'
     """
-    log = OperatorLog()
-    building = _Building(log)
-    weights = DeferredWeights(log, {})
+    if not _ENTERED.acquire(blocking=False):
+        raise SessionError(
+            "deferred_weights() is entered already, here or in another thread; build one model at a time"
+        )
     try:
-        with building.watching(), _RawAccess(building), _Recorder(building):
-            yield weights
+        building = _Building(OperatorLog())
+        weights = DeferredWeights(building.log)
+        try:
+            with building.watching(), _RawAccess(building), _Recorder(building):
+                yield weights
+        finally:
+            weights._views.update(building.finish())
     finally:
-        weights._views.update(building.finish())
+        _ENTERED.release()
 
 
 @dataclass(slots=True)
@@ -335,8 +343,9 @@ class _RawAccess(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _RAW:
-            for tensor in compat.tensors_in((args, kwargs)):
-                self._building.expose(tensor)
+            with compat.without_modes(), compat.without_function_modes():
+                for tensor in compat.tensors_in((args, kwargs)):
+                    self._building.expose(tensor)
         return func(*args, **(kwargs or {}))
 
 
