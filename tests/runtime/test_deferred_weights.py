@@ -434,6 +434,37 @@ def test_hooks_stay() -> None:
     assert len(seen) == 1
 
 
+class WithGraph(nn.Module):
+    """Computes a penalty as it is built, and keeps its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.penalty = (self.layer.weight.square() * self.layer.weight).sum()
+
+
+def test_a_graph_stays() -> None:
+    torch.manual_seed(SEED)
+    plain = WithGraph()
+    model, weights = built(WithGraph)
+    weights.materialize(model)
+    for each in (plain, model):
+        each.penalty.backward()
+    assert plain.layer.weight.grad is not None
+    assert model.layer.weight.grad is not None
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
+
+
+def test_weights_may_outlive_the_model() -> None:
+    model, weights = built(lambda: nn.Linear(8, 8))
+    weights.materialize(model)
+    memory = weakref.ref(model.weight.untyped_storage())
+    del model
+    gc.collect()
+    assert memory() is None
+    assert weights.nbytes == 4 * 72
+
+
 def test_weights_that_keep_their_memory_are_named() -> None:
     def build() -> nn.Module:
         layer = nn.Linear(600, 600)

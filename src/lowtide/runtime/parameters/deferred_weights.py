@@ -8,6 +8,7 @@ by repeating the operators behind it, from the generator's state before each dra
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import warnings
 import weakref
@@ -53,13 +54,13 @@ class DeferredWeights:
 
     def __init__(self, log: OperatorLog) -> None:
         self._log = log
-        # With the parameters, so that no other object can have the same id.
-        self._views: dict[int, tuple[nn.Parameter, View]] = {}
+        # Weak: these may outlive the model, and its memory must not.
+        self._views: dict[int, tuple[weakref.ref[nn.Parameter], View]] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights that were deferred; smaller ones, and those that cannot be, have their values already."""
-        return sum(parameter.numel() * view.dtype.itemsize for parameter, view in self._views.values())
+        return sum(math.prod(view.shape) * view.dtype.itemsize for _, view in self._views.values())
 
     def check(self, model: nn.Module) -> None:
         """Refuse a model whose weights these are not, before anything is touched.
@@ -115,8 +116,8 @@ class DeferredWeights:
             ) from error
 
     def _view_of(self, name: str, parameter: nn.Parameter) -> View:
-        known, view = self._views.get(id(parameter), (None, None))
-        if known is not parameter or view is None:
+        reference, view = self._views.get(id(parameter), (None, None))
+        if reference is None or view is None or reference() is not parameter:
             raise SessionError(
                 f"{name} is on the meta device and was not built under this deferred_weights(); build the whole model inside it"
             )
@@ -243,6 +244,8 @@ class _Building:
             or parameter.grad is not None
         ):
             return "has a gradient, or hooks for one"
+        if compat.reference_count(parameter) > 1:
+            return "is part of a graph for a backward"
         return None
 
     def release(self, tensor: Tensor) -> None:
@@ -283,7 +286,7 @@ class _Building:
             for storage in storages.values():
                 storage.resize_(0)
 
-    def finish(self) -> dict[int, tuple[nn.Parameter, View]]:
+    def finish(self) -> dict[int, tuple[weakref.ref[nn.Parameter], View]]:
         """Put released parameters on the meta device; whatever else shares their memory gets its values."""
         with compat.without_function_modes():
             members = self._alive()
@@ -298,15 +301,15 @@ class _Building:
                 gc.collect()  # modules that are gone may hold memory until then
             for record in [record for record in self._released if _is_shared(record, own)]:
                 self.bring_back(record)
-            views: dict[int, tuple[nn.Parameter, View]] = {}
+            views: dict[int, tuple[weakref.ref[nn.Parameter], View]] = {}
             for parameter, member in members:
                 if self.is_released(parameter):
-                    views[id(parameter)] = parameter, View.of(parameter, self.log.storage_of(parameter))
+                    view = View.of(parameter, self.log.storage_of(parameter))
+                    views[id(parameter)] = member.reference, view
+                    empty = nn.Parameter(view.empty("meta"), requires_grad=parameter.requires_grad)
+                    compat.exchange_contents(parameter, empty)
                 elif member.reason is None:
                     member.reason = "shares its memory with another tensor that is held"
-            for parameter, view in views.values():
-                empty = nn.Parameter(view.empty("meta"), requires_grad=parameter.requires_grad)
-                compat.exchange_contents(parameter, empty)
             self.log.prune([view.storage for _, view in views.values() if view.storage is not None])
         _warn_of_kept(members)
         return views
