@@ -36,7 +36,7 @@ Build = Callable[[], nn.Module]
 
 @pytest.fixture(autouse=True)
 def deferring_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small models have small parameters; with the limit of 16 KiB most would keep their values."""
+    """Small models have small parameters; with the limit of 64 KiB most would keep their values."""
     monkeypatch.setattr("lowtide.runtime.parameters.deferred_weights.LEAST_DEFERRED_BYTES", 1)
 
 
@@ -111,10 +111,25 @@ def test_own_models(name: str) -> None:
     assert_as_plain(OWN[name])
 
 
+class Mixed(nn.Module):
+    """A large weight that depends on small draws, which keep their values and no operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(128))
+        self.layer = nn.Linear(128, 128)
+        with torch.no_grad():
+            self.layer.weight.mul_(self.scale).add_(torch.randn(128, 1))
+            self.scale.normal_()
+            self.layer.weight.sub_(self.scale)
+            self.scale.mul_(self.layer.weight.mean())
+
+
 def test_the_usual_limit_keeps_small_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert_as_plain(OWN["gpt"], least_share=0.0)
-    model, _ = built(lambda: nn.Linear(64, 64))
+    for build in (OWN["gpt"], Mixed):
+        assert_as_plain(build, least_share=0.0)
+    model, _ = built(lambda: nn.Linear(128, 128))
     assert (model.weight.is_meta, model.bias.is_meta) == (True, False)
 
 

@@ -200,7 +200,7 @@ def _manage(
     )
     # Before the session's own objects are made, which must remain collectable.
     aside = ObjectsAside() if target.type == "cuda" else None
-    source = WeightFile(weights) if isinstance(weights, str | Path) else weights
+    source = weights if weights is None or isinstance(weights, DeferredWeights) else WeightFile(weights)
     if source is not None:
         source.check(model)
     observer = None
