@@ -25,8 +25,7 @@ from torch.overrides import TorchFunctionMode
 from lowtide import compat
 from lowtide.errors import SessionError
 from lowtide.memory.chunk import ParameterSpec
-from lowtide.runtime.parameters.recorded_operators import Operation, OperatorLog, RecordedStorage, View
-from lowtide.tracing.ghost.operators import Operator, describe
+from lowtide.runtime.parameters.recorded_operators import Call, Operation, OperatorLog, RecordedStorage, View, is_plain
 from lowtide.units import format_bytes
 
 LEAST_DEFERRED_BYTES = 64 << 10
@@ -216,7 +215,7 @@ class _Building:
 
     def is_released(self, tensor: Tensor) -> bool:
         """Whether the tensor has no memory at present."""
-        if not self._released or not _is_plain(tensor):
+        if not self._released or not is_plain(tensor):
             return False
         record = self.log.find(tensor)
         return record is not None and record.is_released
@@ -238,7 +237,7 @@ class _Building:
         """Why a parameter cannot give its memory back."""
         if type(parameter) is not nn.Parameter:
             return f"is a {type(parameter).__name__}, not a plain Parameter"
-        if not _is_plain(parameter):
+        if not is_plain(parameter):
             return f"is no dense tensor on the CPU, but {parameter.layout} on {parameter.device}"
         if self.log.storage_of(parameter).is_foreign:
             return "has values that no operator of torch made, such as an array's or a file's"
@@ -277,7 +276,7 @@ class _Building:
 
     def expose(self, tensor: Tensor) -> None:
         """Somebody writes to or reads the tensor's memory past the recorded operators, now or later."""
-        if _is_plain(tensor):
+        if is_plain(tensor):
             record = self.log.storage_of(tensor)
             self.bring_back(record)
             record.is_foreign = True
@@ -304,7 +303,7 @@ class _Building:
                     self.release(parameter)
                 elif self.is_released(parameter):
                     self.bring_back(self.log.storage_of(parameter))
-            own = {self.log.storage_of(parameter) for parameter, _ in members if _is_plain(parameter)}
+            own = {self.log.storage_of(parameter) for parameter, _ in members if is_plain(parameter)}
             if any(_is_shared(record, own) for record in self._released):
                 gc.collect()  # modules that are gone may hold memory until then
             for record in [record for record in self._released if _is_shared(record, own)]:
@@ -381,9 +380,9 @@ class _Recorder(compat.PlainMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with compat.without_function_modes():
-            return self._dispatch(_Call.of(func, args, kwargs or {}))
+            return self._dispatch(Call.of(func, args, kwargs or {}))
 
-    def _dispatch(self, call: _Call) -> Any:
+    def _dispatch(self, call: Call) -> Any:
         released = [tensor for tensor in call.tensors if self._building.is_released(tensor)]
         if call.is_view:
             with self._building.backed(released):
@@ -399,7 +398,7 @@ class _Recorder(compat.PlainMode):
                 return result
         return self._with_values(call, released)
 
-    def _unrecorded(self, call: _Call) -> Any:
+    def _unrecorded(self, call: Call) -> Any:
         for tensor in call.tensors:
             self._building.expose(tensor)
         result = call.run()
@@ -407,7 +406,7 @@ class _Recorder(compat.PlainMode):
             self._building.expose(tensor)
         return result
 
-    def _run(self, call: _Call, replaced: Mapping[int, Tensor]) -> Any:
+    def _run(self, call: Call, replaced: Mapping[int, Tensor]) -> Any:
         """Run it, with other tensors in place of some, and record it."""
         self._note_values(call)
         state = call.generator_state()
@@ -422,14 +421,14 @@ class _Recorder(compat.PlainMode):
         has_grown = any(
             tensor.untyped_storage().nbytes() != self._log.storage_of(tensor).nbytes for tensor in call.written
         )
-        if all(map(_is_plain, outputs)) and (replaced or not has_grown):
+        if all(map(is_plain, outputs)) and (replaced or not has_grown):
             self._record(call, outputs, state)
         else:
             for tensor in call.written:
                 self._building.expose(tensor)
         return _with_originals(result, originals) if originals else result
 
-    def _with_values(self, call: _Call, released: Sequence[Tensor]) -> Any:
+    def _with_values(self, call: Call, released: Sequence[Tensor]) -> Any:
         """Make the values that it reads, for as long as it runs."""
         made: dict[RecordedStorage, torch.UntypedStorage] = {}
         replaced: dict[int, Tensor] = {}
@@ -440,7 +439,7 @@ class _Recorder(compat.PlainMode):
             replaced[id(tensor)] = View.of(tensor, record).over(made[record])
         return self._run(call, replaced)
 
-    def _draw_and_drop(self, call: _Call) -> Any:
+    def _draw_and_drop(self, call: Call) -> Any:
         """Draw into memory that is dropped at once, so that the generator goes on as if the values were kept."""
         (target, *others) = call.tensors
         if call.operator.name not in _OVERWRITERS or any(map(self._building.is_released, others)):
@@ -448,7 +447,7 @@ class _Recorder(compat.PlainMode):
         scratch = View.of(target, None).scratch()
         return self._run(call, {id(target): scratch})
 
-    def _defer(self, call: _Call) -> Any:
+    def _defer(self, call: Call) -> Any:
         """Record it without running it; NotImplemented where its result is needed, or its shape cannot be told."""
         if call.returns_values:
             return NotImplemented
@@ -469,11 +468,11 @@ class _Recorder(compat.PlainMode):
             self._building.release(tensor)
         return _with_originals(shapes, {**originals, **made})
 
-    def _note_values(self, call: _Call) -> None:
+    def _note_values(self, call: Call) -> None:
         for tensor in () if call.looks_at_shapes else call.tensors:
             self._log.note_values(self._log.storage_of(tensor))
 
-    def _record(self, call: _Call, outputs: Sequence[Tensor], state: Tensor | None) -> None:
+    def _record(self, call: Call, outputs: Sequence[Tensor], state: Tensor | None) -> None:
         """Add it to the log; the outputs are the arguments themselves where it gives these back."""
         log = self._log
         own = {id(tensor) for tensor in call.tensors}
@@ -506,107 +505,17 @@ class _Recorder(compat.PlainMode):
             )
         )
 
-    def _leaf(self, call: _Call, leaf: object) -> object:
+    def _leaf(self, call: Call, leaf: object) -> object:
         if isinstance(leaf, Tensor):
             return View.of(leaf, None if call.looks_at_shapes else self._log.storage_of(leaf))
         return None if isinstance(leaf, torch.Generator) else leaf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Call:
-    """An operator with its arguments."""
-
-    func: Any  # a torch.ops overload, which has no public type
-    operator: Operator
-    leaves: Sequence[Any]
-    structure: Any
-    tensors: Sequence[Tensor]
-    written: Sequence[Tensor]
-
-    @classmethod
-    def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any]) -> _Call:
-        leaves, structure = compat.flatten((args, dict(kwargs)))
-        operator = describe(func)
-        written = [args[place] for place in operator.writes if place < len(args)]
-        written += [kwargs[name] for name in operator.written_names if name in kwargs]
-        return cls(
-            func=func,
-            operator=operator,
-            leaves=leaves,
-            structure=structure,
-            tensors=[leaf for leaf in leaves if isinstance(leaf, Tensor)],
-            written=compat.tensors_in(written),
-        )
-
-    @property
-    def is_view(self) -> bool:
-        """Whether it gives a view, or makes one of an argument, and reads nothing."""
-        is_view_in_place = self.operator.is_view_in_place or self.operator.name == "aten.set_"
-        return is_view_in_place or any(
-            result.alias_info is not None and not result.alias_info.is_write for result in self.func._schema.returns
-        )
-
-    @property
-    def is_recordable(self) -> bool:
-        """Whether repeating it gives the same: torch's own operators on plain tensors, in memory that stays where it is."""
-        return (
-            self.func.namespace == "aten"
-            and torch.Tag.inplace_view not in self.func.tags
-            and all(map(_is_plain, self.tensors))
-            and not any(leaf.type != "cpu" for leaf in self.leaves if isinstance(leaf, torch.device))
-        )
-
-    @property
-    def looks_at_shapes(self) -> bool:
-        """Whether it takes nothing from a tensor but its shape, type and device."""
-        short = self.operator.name.removeprefix("aten.")
-        return (short.startswith("new_") or short.endswith("_like")) and len(self.tensors) == 1
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it draws."""
-        return torch.Tag.nondeterministic_seeded in self.func.tags
-
-    @property
-    def returns_values(self) -> bool:
-        """Whether it returns anything but tensors."""
-        return any("Tensor" not in str(result.type) for result in self.func._schema.returns)
-
-    def generator_state(self) -> Tensor | None:
-        """The state of the generator that it is about to draw from."""
-        if not self.is_random:
-            return None
-        given = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
-        return (given[0] if given else torch.default_generator).get_state()
-
-    def run(self, replaced: Mapping[int, Tensor] | None = None, *, on_meta: bool = False) -> Any:
-        """Run it, with other tensors in place of some."""
-        leaves = self.leaves
-        if replaced:
-            leaves = [replaced.get(id(leaf), leaf) for leaf in leaves]
-        if on_meta:
-            leaves = [torch.device("meta") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
-        args, kwargs = compat.unflatten(leaves, self.structure)
-        return self.func(*args, **kwargs)
-
-
 def _is_small(tensors: Sequence[Tensor]) -> bool:
-    return all(_is_plain(tensor) and tensor.untyped_storage().nbytes() < LEAST_DEFERRED_BYTES for tensor in tensors)
+    return all(is_plain(tensor) and tensor.untyped_storage().nbytes() < LEAST_DEFERRED_BYTES for tensor in tensors)
 
 
 def _with_originals(result: Any, originals: Mapping[int, Tensor]) -> Any:
     """The result, with the arguments in place of what stood for them."""
     leaves, structure = compat.flatten(result)
     return compat.unflatten([originals.get(id(leaf), leaf) for leaf in leaves], structure)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is a dense tensor on the CPU, of no other class."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
-        and tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )

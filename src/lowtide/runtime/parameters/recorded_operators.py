@@ -10,15 +10,16 @@ import heapq
 import mmap
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowtide import compat
+from lowtide.tracing.ghost.operators import Operator, describe
 
 Values = dict["RecordedStorage", torch.UntypedStorage]
 
@@ -108,8 +109,87 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Call:
+    """An operator that is called, with its arguments, and what can be done with it."""
+
+    func: Any  # a torch.ops overload, which has no public type
+    operator: Operator
+    leaves: Sequence[Any]
+    structure: Any
+    tensors: Sequence[Tensor]
+    written: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Call:
+        """As a dispatch mode sees it."""
+        leaves, structure = compat.flatten((args, dict(kwargs)))
+        operator = describe(func)
+        written = [args[place] for place in operator.writes if place < len(args)]
+        written += [kwargs[name] for name in operator.written_names if name in kwargs]
+        return cls(
+            func=func,
+            operator=operator,
+            leaves=leaves,
+            structure=structure,
+            tensors=[leaf for leaf in leaves if isinstance(leaf, Tensor)],
+            written=compat.tensors_in(written),
+        )
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it gives a view, or makes one of an argument, and reads nothing."""
+        is_view_in_place = self.operator.is_view_in_place or self.operator.name == "aten.set_"
+        return is_view_in_place or any(
+            result.alias_info is not None and not result.alias_info.is_write for result in self.func._schema.returns
+        )
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether repeating it gives the same: torch's own operators on plain tensors, in memory that stays where it is."""
+        return (
+            self.func.namespace == "aten"
+            and torch.Tag.inplace_view not in self.func.tags
+            and all(map(is_plain, self.tensors))
+            and not any(leaf.type != "cpu" for leaf in self.leaves if isinstance(leaf, torch.device))
+        )
+
+    @property
+    def looks_at_shapes(self) -> bool:
+        """Whether it takes nothing from a tensor but its shape, type and device."""
+        short = self.operator.name.removeprefix("aten.")
+        return (short.startswith("new_") or short.endswith("_like")) and len(self.tensors) == 1
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws."""
+        return torch.Tag.nondeterministic_seeded in self.func.tags
+
+    @property
+    def returns_values(self) -> bool:
+        """Whether it returns anything but tensors."""
+        return any("Tensor" not in str(result.type) for result in self.func._schema.returns)
+
+    def generator_state(self) -> Tensor | None:
+        """The state of the generator that it is about to draw from."""
+        if not self.is_random:
+            return None
+        given = [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+        return (given[0] if given else torch.default_generator).get_state()
+
+    def run(self, replaced: Mapping[int, Tensor] | None = None, *, on_meta: bool = False) -> Any:
+        """Run it, with other tensors in place of some."""
+        leaves = self.leaves
+        if replaced:
+            leaves = [replaced.get(id(leaf), leaf) for leaf in leaves]
+        if on_meta:
+            leaves = [torch.device("meta") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
+        args, kwargs = compat.unflatten(leaves, self.structure)
+        return self.func(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Operation:
-    """One operator with its arguments."""
+    """One operator with its arguments, recorded."""
 
     func: Any  # a torch.ops overload, which has no public type
     leaves: tuple[object, ...]
@@ -328,3 +408,15 @@ def _making(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is a dense tensor on the CPU, of no other class."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
