@@ -476,6 +476,8 @@ def remove_mode(mode: TorchDispatchMode) -> None:
         torch._C._push_on_torch_dispatch_stack(other)
 
 
+without_function_modes: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Inside, no `__torch_function__` is called, neither a subclass's nor a mode's."""
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Call torch functions on tensor subclasses as if they were plain tensors. torch's own class: windows ask for it many times."""
 
@@ -571,6 +573,15 @@ def reference_count(tensor: torch.Tensor) -> int:
     """How many C++ owners a tensor has, its Python object included."""
     counted: Any = tensor
     return int(counted._use_count())
+
+
+def exchange_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange the memory, shape, device and gradient history of two plain tensors; each stays the same object.
+
+    Unlike `torch.utils.swap_tensors` also where weak references point to them: recurrent modules keep some to their weights,
+    and each goes on pointing to the same object.
+    """
+    torch._C._swap_tensor_impl(one, other)
 
 
 def storage_over(flat: torch.Tensor) -> torch.UntypedStorage:

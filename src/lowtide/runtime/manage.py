@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lowtide import compat
 from lowtide.errors import ConfigError, HardwareError, SessionError, UnsupportedOptimizerError
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.cuda_mover import CudaMover
@@ -31,6 +32,7 @@ from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.parameters.binding import copy_values
+from lowtide.runtime.parameters.deferred_weights import DeferredWeights
 from lowtide.runtime.parameters.gradients import refuse_sparse_tables
 from lowtide.runtime.parameters.weight_file import WeightFile
 from lowtide.runtime.passes.devices import DeviceSet, make_devices
@@ -57,7 +59,7 @@ def manage(
     plan: Plan | StaticPartition | WarmUp,
     *,
     device: torch.device | str | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | DeferredWeights | None = None,
     max_grad_norm: float | None = None,
     precision: str | None = None,
     moments: str = "fp32",
@@ -78,7 +80,8 @@ def manage(
         plan: Made for this model, for example by `make_plan`; or how one is to be made: a `StaticPartition` at once, a
             `WarmUp` after one observed training step.
         device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
-        weights: A safetensors file, or a folder of them, to fill a model on meta from, group by group.
+        weights: To fill a model on meta from, group by group: a safetensors file, a folder of them, or the `deferred_weights` under
+            which it was built.
         max_grad_norm: Clip the gradients by their global norm in each `optimizer.step()`.
         precision: "fp32", "bf16 exact", "bf16 stochastic", "bf16 nearest" or "fp16 exact": how updates are rounded to the weights,
             in Lowtide's own kernels. None leaves all arithmetic to the optimizer's own.
@@ -141,7 +144,7 @@ def _manage(
     plan: Plan | StaticPartition | WarmUp,
     *,
     device: torch.device | str | None,
-    weights: str | Path | None,
+    weights: str | Path | DeferredWeights | None,
     max_grad_norm: float | None,
     precision: str | None,
     moments: str,
@@ -224,9 +227,9 @@ def _manage(
         mover, tracked = EmulatedMover(max_kept_bytes=kept_bytes), TrackedMemory(plan.budgets.device_bytes, owner=owner)
     # Before the session's own objects are made, which must remain collectable.
     aside = ObjectsAside() if target.type == "cuda" else None
-    file = None if weights is None else WeightFile(weights)
-    if file is not None:
-        file.check(model)
+    source = weights if weights is None or isinstance(weights, DeferredWeights) else WeightFile(weights)
+    if source is not None:
+        source.check(model)
     observer = None
     if plans is not None:
         observer = StepObserver(CudaGauge(target) if tracked is None else TrackedGauge(tracked), plans.config.monitor)
@@ -249,10 +252,10 @@ def _manage(
         if aside is not None:
             undo.callback(aside.bring_back)
         undo.callback(_empty_again, empty)
-        plan_run = PlanRun(setup, plan, fill=copy_values if file is None else file.fill, observer=observer)
+        plan_run = PlanRun(setup, plan, fill=copy_values if source is None else source.fill, observer=observer)
         undo.callback(lambda: (plan_run if management is None else management).close())
         _warn_of_caches(plan_run)  # raises, if the user has made warnings errors
-        _place_the_rest(model, target, file, plan_run.moved_along)
+        _place_the_rest(model, target, source, plan_run.moved_along)
         if tracked is not None:
             for tensor in (*model.buffers(), *_parameters_in(plan_run.moved_along)):
                 tracked.include(tensor)
@@ -284,7 +287,7 @@ def _empty_again(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> None
         if isinstance(tensor, nn.Parameter):
             if not tensor.is_meta:
                 empty = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, empty)
+                compat.exchange_contents(tensor, empty)
         else:
             module._buffers[name] = tensor
 
@@ -482,12 +485,12 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_any_cuda else target
 
 
-def _require_values(model: nn.Module, weights: str | Path | None) -> None:
+def _require_values(model: nn.Module, weights: str | Path | DeferredWeights | None) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty and weights is None:
         raise SessionError(
             f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}; give "
-            "weights=FILE_OR_FOLDER of safetensors, or build the model on the CPU"
+            "weights=FILE_OR_FOLDER of safetensors or the deferred_weights() that it was built under, or build the model on the CPU"
         )
 
 
@@ -500,13 +503,15 @@ def _parameters_in(moved: list[tuple[nn.Module, str, torch.device]]) -> list[nn.
 def _place_the_rest(
     model: nn.Module,
     target: torch.device,
-    file: WeightFile | None,
+    source: WeightFile | DeferredWeights | None,
     moved: list[tuple[nn.Module, str, torch.device]],
 ) -> None:
     """Move buffers and unmanaged parameters to the device as a whole; `moved` collects where they were before."""
     named = dict(model.named_parameters())
     for name, _ in unmanaged_parameters(model):
         if name in named:
+            if named[name].is_meta and isinstance(source, DeferredWeights):
+                source.materialize_one(name, named[name])
             path, _, last = name.rpartition(".")
             moved.append((model.get_submodule(path), last, named[name].device))
             named[name].data = named[name].data.to(target)
@@ -516,12 +521,12 @@ def _place_the_rest(
                 continue
             full_name = f"{path}.{name}" if path else name
             if buffer.is_meta:
-                if file is None or full_name not in file:
+                if not isinstance(source, WeightFile) or full_name not in source:
                     raise SessionError(
                         f"buffer {full_name} is on the meta device and no weight file has it; build the model so that "
                         "only parameters are on meta, or set the buffer before you manage the model"
                     )
-                module._buffers[name] = file.tensor(full_name).to(target)
+                module._buffers[name] = source.tensor(full_name).to(target)
             else:
                 moved.append((module, name, buffer.device))
                 module._buffers[name] = buffer.to(target)
