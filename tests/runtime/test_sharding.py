@@ -41,8 +41,8 @@ def owned(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 MIXED = {
-    "weights": {"*": "sharded", "blocks.0.*": "streamed", "blocks.2.*": "resident"},
-    "update": {"*": "device", "blocks.0.*": "host"},
+    "weights": {"*": "sharded", "blocks.0": "streamed", "blocks.2": "resident"},
+    "update": {"*": "device", "blocks.0": "host"},
 }
 
 

@@ -183,7 +183,7 @@ class ManagedParameter:
                     requires_grad=self.parameter.requires_grad,
                 )
                 try:
-                    torch.utils.swap_tensors(self.parameter, empty)
+                    compat.exchange_contents(self.parameter, empty)
                 except RuntimeError:  # a graph that is alive has it
                     nan = torch.full((), torch.nan, dtype=self.spec.dtype, device="cpu")
                     self.parameter.data = nan.expand(self.spec.shape)
