@@ -15,8 +15,8 @@ from lowtide.hardware import find_hardware
 from lowtide.hardware.links import BETWEEN, INSIDE
 from lowtide.memory.chunk import lay_out
 from lowtide.models import resolve_model
-from lowtide.planning.plan import Collective, Schedule, Site, Weights
-from lowtide.planning.rank_costs import bytes_between_ranks
+from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.rank_costs import bytes_between_ranks, judged_bytes
 from lowtide.planning.search import Limits
 from lowtide.planning.timeline import Lane, Reason
 from lowtide.runtime.plan_problem import PlanProblem
@@ -95,15 +95,11 @@ def test_predicted_bytes_are_those_of_the_simulated_collectives(count: int) -> N
     for way in found_for(count).ways:
         spans = way.simulated.timeline.spans
         simulated = sum(span.num_bytes for span in spans if span.lane is Lane.BETWEEN_RANKS)
-        num_groups = len(way.plan.groups)
-        if way.way.sharding is not None and way.way.sharding.collective is Collective.ONE_TO_ALL:
-            assert abs(sum(way.sent_bytes.values()) - simulated) <= num_groups
-        else:
-            assert sum(way.sent_bytes.values()) == simulated
+        shards = 1 if way.way.sharding is None else way.way.sharding.shards
+        layout = lay_out(posed()[0].layout.groups, chunk_bytes=way.plan.chunk_bytes, shards=shards)
+        assert sum(way.sent_bytes.values()) == simulated + judged_bytes(way.plan, layout)
         gathered = [span.name for span in spans if span.reason is Reason.GATHER]
         if way.way.sharding is not None:
-            shards = way.way.sharding.shards
-            layout = lay_out(posed()[0].layout.groups, chunk_bytes=way.plan.chunk_bytes, shards=shards)
             most = bytes_between_ranks(way.plan, layout, num_ranks=count)
             # No group comes together more often than it is used.
             assert all(way.sent_bytes[operation] <= most[operation] for operation in most)

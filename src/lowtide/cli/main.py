@@ -14,6 +14,7 @@ from lowtide.cli.demo import run_demo
 from lowtide.cli.hardware import run_hardware
 from lowtide.cli.lab import lab_app
 from lowtide.cli.plan import PlanRequest, Shown, make_plan_request, plan_settable, run_plan
+from lowtide.cli.plan_ranks import run_plan_ranks
 from lowtide.cli.trace import make_request, run_explain, run_trace, settable
 from lowtide.hardware.machine import lowtide_version
 from lowtide.runtime.rank_ways import RankSettings
@@ -121,7 +122,9 @@ def plan(
             ranks=RankSettings(count=ranks),
         )
         shown = Shown(pareto=pareto, max_batch=max_batch, is_full=full)
-        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [], shown=shown)
+        request = make_plan_request(request, set_ or [])
+        run = run_plan if request.ranks.count is None else run_plan_ranks
+        run(request, as_json=json_, reports=report or [], shown=shown)
 
 
 @app.command()

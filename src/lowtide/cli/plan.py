@@ -138,16 +138,6 @@ class Shown:
 def run_plan(request: PlanRequest, *, as_json: bool, reports: list[Path], shown: Shown) -> None:
     """Plan, and show the plan on one screen; a page has the curve of `pareto` in any case."""
     require_reports(reports)
-    if request.ranks.count is not None:
-        from lowtide.cli.plan_ranks import run_plan_ranks
-
-        if reports or shown.pareto or shown.max_batch or request.gpu == ANY:
-            raise ConfigError(
-                "--ranks shows tables only, for one GPU; leave out --report, --pareto, --max-batch and --gpu any",
-                key="ranks",
-            )
-        run_plan_ranks(request, as_json=as_json, is_full=shown.is_full)
-        return
     if request.gpu == ANY:
         if reports or shown.pareto or shown.max_batch:
             raise ConfigError(

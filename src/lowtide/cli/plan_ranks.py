@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rich.panel import Panel
@@ -10,8 +11,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from lowtide.cli.console import OUT, progress
-from lowtide.cli.plan import PlanRequest, for_manage
-from lowtide.errors import PlanError
+from lowtide.cli.plan import ANY, PlanRequest, Shown, for_manage
+from lowtide.errors import ConfigError, PlanError
 from lowtide.hardware.links import Cluster, Link
 from lowtide.planning.plan import plan_to_json
 from lowtide.report.plan_tables import LANE_NAMES, scaling_table, ways_table
@@ -24,21 +25,28 @@ _OUT_OF_SCOPE = (
 )
 
 
-def run_plan_ranks(request: PlanRequest, *, as_json: bool, is_full: bool) -> None:
-    """Plan for several ranks, and show the ways.
+def run_plan_ranks(request: PlanRequest, *, as_json: bool, reports: list[Path], shown: Shown) -> None:
+    """Plan for several ranks, and show the ways; fewer ranks too where all is shown.
 
     Args:
         request: What was asked for; `ranks.count` is set.
         as_json: Whether it is for machines.
-        is_full: Whether fewer ranks are shown too, for which there is a table of its own.
+        reports: None: there is no page of this.
+        shown: What is shown besides; nothing but `is_full`.
 
     Raises:
+        ConfigError: Something is asked for that is made for one rank alone.
         PlanError: No way fits; the ways are shown nevertheless.
     """
+    if reports or shown.pareto or shown.max_batch or request.gpu == ANY:
+        raise ConfigError(
+            "--ranks shows tables only, for one GPU; leave out --report, --pareto, --max-batch and --gpu any",
+            key="ranks",
+        )
     with progress("planning") as on_progress:
         problem, limits = request.pose(on_progress)
         found = plan_ranks(problem, limits, request.ranks)
-        by_count = scaling(problem, limits, request.ranks) if is_full else ()
+        by_count = scaling(problem, limits, request.ranks) if shown.is_full else ()
     if as_json:
         print(json.dumps(summarise_ranks(request, found, by_count), indent=2))
     else:

@@ -19,7 +19,7 @@ from lowtide.hardware.links import Cluster, Operation, RankGroup, traffic
 from lowtide.memory.chunk import ChunkSpec, Layout
 from lowtide.memory.parts import owners
 from lowtide.planning.placement import group_sizes, is_trained, parts_by_chunk
-from lowtide.planning.plan import COMING, Collective, Plan, Sharding, Weights
+from lowtide.planning.plan import COMING, Collective, Plan, Schedule, Sharding, Weights
 from lowtide.planning.step_costs import GroupCosts, StepCosts
 
 BUCKET_ALIGNMENT = 64
@@ -107,6 +107,18 @@ def _sums(chunk: ChunkSpec, sharding: Sharding) -> list[tuple[Operation, int, bo
     return [(Operation.REDUCE, row, False), (Operation.ALL_REDUCE, _flag_bytes(chunk), True)]
 
 
+def judged_bytes(plan: Plan, layout: Layout) -> int:
+    """Bytes that ranks which share weights send in a `step()` to judge all gradients alike, of which each has parts.
+
+    Deferred, the squared norm of each parameter in double; in backward, whether a rank has found one that is not finite.
+    """
+    spread = {group.name for group in plan.groups if plan.sharding is not None and group.weights in COMING}
+    trained = [chunk for chunk in layout.chunks if chunk.group in spread and is_trained(chunk)]
+    if plan.schedule is Schedule.IN_BACKWARD:
+        return 4 if trained else 0
+    return 8 * sum(len(chunk.spans) for chunk in trained)
+
+
 def bytes_between_ranks(
     plan: Plan,
     layout: Layout,
@@ -117,6 +129,8 @@ def bytes_between_ranks(
     fetches: Mapping[str, int] | None = None,
 ) -> dict[Operation, int]:
     """Bytes that one rank sends in a step, by operation, counted as sessions count them.
+
+    All trained parameters have a gradient on some rank, and buffers that forwards copy from rank 0 are not counted.
 
     Args:
         plan: The plan of each rank.
@@ -139,6 +153,7 @@ def bytes_between_ranks(
     sent = dict.fromkeys(Operation, 0)
     if num_ranks == 1:
         return sent
+    sent[Operation.ALL_REDUCE] += judged_bytes(plan, layout)
     parts, weights = parts_by_chunk(plan, layout), {group.name: group.weights for group in plan.groups}
     for chunk in layout.chunks:
         if plan.sharding is None or weights[chunk.group] not in COMING:
