@@ -99,6 +99,19 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
         assert CLUSTER.seconds(Operation.ALL_REDUCE, 6000, group) == pytest.approx(sum(halves) - COLLECTIVE_S)
 
 
+def test_an_all_reduce_takes_the_faster_of_ring_and_tree() -> None:
+    """By NCCL's figures for 1,024 ranks: 2 x (7 x 28 + 7 x 50) microseconds in a tree, 2 x (127 x 9.6 + 896 x 3.4) on a ring."""
+    cluster = Cluster(inside=INSIDE["nvlink4"], between=BETWEEN["infiniband-ndr"])
+    everyone, one_node = cluster.all_of(1024), cluster.all_of(8)
+    rate = 450e9 * 235 / 300
+    tree_s = 2 * (7 * 28e-6 + 7 * 50e-6 + 64 * MIB / rate / 0.9)
+    ring_s = 2 * (127 * 9.6e-6 + 896 * 3.4e-6 + 1023 / 1024 * 64 * MIB / rate)
+    assert tree_s < ring_s
+    assert cluster.seconds(Operation.ALL_REDUCE, 64 * MIB, everyone) == pytest.approx(COLLECTIVE_S + tree_s)
+    inside_s = 2 * (7 * 3.4e-6 + 7 / 8 * 64 * MIB / rate)
+    assert cluster.seconds(Operation.ALL_REDUCE, 64 * MIB, one_node) == pytest.approx(COLLECTIVE_S + inside_s)
+
+
 @pytest.mark.parametrize("operation", [Operation.BROADCAST, Operation.REDUCE])
 @pytest.mark.parametrize("num_slices", [1, 5])
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

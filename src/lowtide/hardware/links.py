@@ -1,7 +1,7 @@
 """Links: what carries bytes between ranks, as data, and how long collectives over them take.
 
-Note [Rings]
-All collectives are taken to run on rings, as NCCL's do for large tensors and gloo's always do. On a ring of N ranks a tensor of n
+Note [Rings and trees]
+Collectives are taken to run on rings, as NCCL's do for large tensors. On a ring of N ranks a tensor of n
 bytes is cut into N pieces, each rank sends n (N - 1) / N bytes, and no algorithm for an all-gather or a reduce-scatter sends less.
 A ring over nodes visits all ranks of a node before the next one, so that n (N - 1) / N bytes leave each node too: over all of its
 adapters, because NCCL runs as many rings beside each other. What is slowest on the way says how fast it goes. A piece travels
@@ -11,11 +11,16 @@ N - 1, but needs groups of its own for each level, which sessions do not make: t
 
 A broadcast passes slices from rank to rank along the ring, and a reduction the other way: the last rank waits until the first
 slice has come through all others, and then for the rest.
+
+For an all-reduce NCCL has trees as well, in which a slice goes up through a chain in each node and a binary tree of nodes, and
+down again: as many bytes at 0.9 of the rate and fewer steps, which take longer each. On many nodes they are faster. The faster one
+is taken, as NCCL does by the same figures.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import re
 from dataclasses import dataclass
 
@@ -30,6 +35,9 @@ SLICE_BYTES = 256 * KiB
 """What a rank passes on at a time in a broadcast: the chunk of which NCCL's table of latencies speaks."""
 _NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 9.6e-6
 """`hwLat` of the same table, for one step of a ring. Newer NCCL says 14 microseconds for the network."""
+_TREE_INSIDE_S, _TREE_NETWORK_S = 28e-6, 50e-6
+"""The same for a step up or down a tree, with a slice of 256 KiB in it."""
+_TREE_EFFICIENCY = 0.9
 _NVLINK_EFFICIENCY = 235 / 300
 """NCCL's model lets eight A100s reach 235 GB/s of the 300 that their NVLinks have in one direction."""
 _NETWORK_EFFICIENCY = 0.96
@@ -62,6 +70,8 @@ class Link:
     """What one step of a ring takes besides."""
     efficiency: float
     """The share of the rate that collectives reach."""
+    tree_latency_s: float = math.inf
+    """What one step of a tree takes; without an end where there are no trees."""
     is_host_link: bool = False
     """Whether the bytes take the device's own way to the host, so that copies wait for them."""
 
@@ -73,16 +83,35 @@ class Link:
 
 def _nvlink(name: str, both_gb_per_s: float) -> Link:
     """Data sheets add both directions up."""
-    return Link(name=name, bytes_per_s=both_gb_per_s / 2 * 1e9, latency_s=_NVLINK_S, efficiency=_NVLINK_EFFICIENCY)
+    return Link(
+        name=name,
+        bytes_per_s=both_gb_per_s / 2 * 1e9,
+        latency_s=_NVLINK_S,
+        efficiency=_NVLINK_EFFICIENCY,
+        tree_latency_s=_TREE_INSIDE_S,
+    )
 
 
 def _pcie(name: str, gb_per_s: float) -> Link:
     """Ring neighbours copy from device to device over PCIe, both ways at a time."""
-    return Link(name=name, bytes_per_s=gb_per_s * 1e9, latency_s=_PCIE_S, efficiency=LINK_EFFICIENCY, is_host_link=True)
+    return Link(
+        name=name,
+        bytes_per_s=gb_per_s * 1e9,
+        latency_s=_PCIE_S,
+        efficiency=LINK_EFFICIENCY,
+        tree_latency_s=_TREE_INSIDE_S,
+        is_host_link=True,
+    )
 
 
 def _network(name: str, gbit_per_s: float) -> Link:
-    return Link(name=name, bytes_per_s=gbit_per_s / 8 * 1e9, latency_s=_NETWORK_S, efficiency=_NETWORK_EFFICIENCY)
+    return Link(
+        name=name,
+        bytes_per_s=gbit_per_s / 8 * 1e9,
+        latency_s=_NETWORK_S,
+        efficiency=_NETWORK_EFFICIENCY,
+        tree_latency_s=_TREE_NETWORK_S,
+    )
 
 
 INSIDE = {
@@ -147,8 +176,10 @@ def find_link(name: str, *, is_inside: bool) -> Link:
             "in one direction with their unit, such as 12GB",
             key="link",
         )
-    latency_s = _NVLINK_S if is_inside else _NETWORK_S
-    return Link(name=f"{name} a second", bytes_per_s=rate, latency_s=latency_s, efficiency=1.0)
+    latency_s, tree_latency_s = (_NVLINK_S, _TREE_INSIDE_S) if is_inside else (_NETWORK_S, _TREE_NETWORK_S)
+    return Link(
+        name=f"{name} a second", bytes_per_s=rate, latency_s=latency_s, efficiency=1.0, tree_latency_s=tree_latency_s
+    )
 
 
 def link_of(hardware: Hardware) -> Link:
@@ -240,7 +271,7 @@ class Cluster:
         return min(rates)
 
     def seconds(self, operation: Operation, num_bytes: int, group: RankGroup) -> float:
-        """How long an operation on so many bytes takes; see Note [Rings].
+        """How long an operation on so many bytes takes; see Note [Rings and trees].
 
         Example:
             >>> cluster = Cluster(inside=INSIDE["nvlink4"], between=BETWEEN["infiniband-ndr"])
@@ -258,8 +289,16 @@ class Cluster:
         if operation in (Operation.BROADCAST, Operation.REDUCE):
             filling = (size - 2) * min(num_bytes, SLICE_BYTES)
             return COLLECTIVE_S + latency_s + (num_bytes + filling) / rate
-        rounds = 2 if operation is Operation.ALL_REDUCE else 1
-        return COLLECTIVE_S + rounds * (latency_s + (size - 1) / size * num_bytes / rate)
+        once_s = latency_s + (size - 1) / size * num_bytes / rate
+        if operation is not Operation.ALL_REDUCE:
+            return COLLECTIVE_S + once_s
+        return COLLECTIVE_S + 2 * min(once_s, self._tree_s(group) + num_bytes / rate / _TREE_EFFICIENCY)
+
+    def _tree_s(self, group: RankGroup) -> float:
+        """From the leaves of a tree to its root."""
+        up_s = (group.per_node - 1) * self.inside.tree_latency_s if group.per_node > 1 else 0.0
+        depth = (group.num_nodes - 1).bit_length()
+        return up_s + (depth * self.between.tree_latency_s if depth else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ def ways_table(found: RankPlans) -> Table:
     """The ways to train on several ranks, and what each takes of one of them."""
     fastest, too_much = found.fastest, Value("too much", tone=Tone.BAD)
     return make_table(
-        f"Ways to train on {format_count(found.num_ranks)} ranks, each rank's share",
+        f"Ways to train on {found.num_ranks:,} ranks, each rank's share",
         found.ways,
         words("", lambda way: Value(way.way.name, tone=Tone.STRONG if way is fastest else Tone.PLAIN)),
         number("device", lambda way: size(way.candidate.device_bytes, _tone(way.over_bytes)), "estimated"),
