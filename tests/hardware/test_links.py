@@ -172,7 +172,7 @@ def test_a_split_has_each_rank_once_in_both_kinds_of_groups(per_node: int, num_r
         assert replicas.per_node == sum(rank < on_node for rank in range(0, num_ranks, shards))
 
 
-@pytest.mark.parametrize("name", INSIDE.keys() | BETWEEN.keys())
+@pytest.mark.parametrize("name", [*INSIDE, *BETWEEN])
 def test_each_preset_is_found_by_its_name(name: str) -> None:
     is_inside = name in INSIDE
     link = find_link(name.upper().replace("-", "_"), is_inside=is_inside)

@@ -112,10 +112,12 @@ def test_the_printed_code_makes_the_plan(device_bytes: int, words: dict[str, Any
     problem, _ = posed()
     namespace: dict[str, Any] = {"lowtide": lowtide, "model": problem.model}
     num_mixed = 0
-    for way in found_for(4, device_bytes=device_bytes, **words).ways:
-        code = code_of(way, {"max_grad_norm": 1.0})
+    found = found_for(4, device_bytes=device_bytes, **words)
+    for way in found.ways:
+        code = code_of(way, {"max_grad_norm": 1.0}, {"host_memory": "16GiB"})
         assert "max_grad_norm=1.0, ranks=torch.distributed.group.WORLD)" in code
         if way.way.sharding is None:
+            assert "host_memory='16GiB', max_grad_norm" in code
             assert code.startswith(
                 f"session = lowtide.prepare(model, optimizer, batch, device_memory='{device_bytes >> 20}MiB'"
             )
@@ -130,6 +132,7 @@ def test_the_printed_code_makes_the_plan(device_bytes: int, words: dict[str, Any
         assert plan.groups == way.plan.groups
         assert (plan.schedule, plan.prefetch_depth) == (way.plan.schedule, way.plan.prefetch_depth)
         assert plan.budgets.device_bytes == device_bytes
+        assert plan.budgets.host_bytes == found.limits.host_bytes
         num_mixed += len({group.activation for group in plan.groups if group.name in way.blocks}) > 1
     if device_bytes < GiB:
         assert num_mixed, "blocks with two policies are what is hard to write"

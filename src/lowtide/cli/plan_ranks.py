@@ -55,12 +55,15 @@ def run_plan_ranks(request: PlanRequest, *, as_json: bool, reports: list[Path], 
         if by_count:
             OUT.print(scaling_table(by_count))
         if found.fastest is not None:
-            OUT.print(
-                Text(f"in your script: {code_of(found.fastest, for_manage(request))}", style="dim"), soft_wrap=True
-            )
+            OUT.print(Text(f"in your script: {_code(request, found.fastest)}", style="dim"), soft_wrap=True)
         OUT.print(Text(_OUT_OF_SCOPE, style="dim"))
     if found.fastest is None:
         raise _nothing_fits(found)
+
+
+def _code(request: PlanRequest, way: RankedWay) -> str:
+    words = {"host_memory": request.host_memory, "allow": request.allow.split(",") if request.allow else None}
+    return code_of(way, for_manage(request), {key: value for key, value in words.items() if value is not None})
 
 
 def _nothing_fits(found: RankPlans) -> PlanError:
@@ -128,7 +131,7 @@ def summarise_ranks(request: PlanRequest, found: RankPlans, by_count: tuple[Rank
         "device_bytes": found.limits.device_bytes,
         "host_bytes": found.limits.host_bytes,
         "fastest": None if best is None else best.way.name,
-        "code": None if best is None else code_of(best, for_manage(request)),
+        "code": None if best is None else _code(request, best),
         "ways": [{**_figures(way), "plan": json.loads(plan_to_json(way.plan))} for way in found.ways],
         "by_count": [{"ranks": each.num_ranks, "ways": [_figures(way) for way in each.ways]} for each in by_count],
     }

@@ -1,13 +1,13 @@
 """Links: what carries bytes between ranks, as data, and how long collectives over them take.
 
 Note [Rings and trees]
-Collectives are taken to run on rings, as NCCL's do for large tensors. On a ring of N ranks a tensor of n
-bytes is cut into N pieces, each rank sends n (N - 1) / N bytes, and no algorithm for an all-gather or a reduce-scatter sends less.
-A ring over nodes visits all ranks of a node before the next one, so that n (N - 1) / N bytes leave each node too: over all of its
-adapters, because NCCL runs as many rings beside each other. What is slowest on the way says how fast it goes. A piece travels
-along the whole ring, so its latencies add up, those between nodes and those inside: NCCL's own model (`src/graph/tuning.cc`)
-counts them alike. A hierarchical algorithm sends the same bytes in fewer steps, (ranks of a node - 1) + (nodes - 1) instead of
-N - 1, but needs groups of its own for each level, which sessions do not make: theirs is one call over one group.
+Collectives are taken to run on rings, as NCCL's do for large tensors. On a ring of N ranks a tensor of n bytes is cut into N
+pieces, each rank sends n (N - 1) / N bytes, and no algorithm for an all-gather or a reduce-scatter sends less. A ring over nodes
+visits all ranks of a node before the next one, so that n (N - 1) / N bytes leave each node too: over all of its adapters, because
+NCCL runs as many rings beside each other. What is slowest on the way says how fast it goes. A piece travels along the whole ring,
+so its latencies add up, those between nodes and those inside: NCCL's own model (`src/graph/tuning.cc`) counts them alike. A
+hierarchical algorithm sends the same bytes in fewer steps, (ranks of a node - 1) + (nodes - 1) instead of N - 1, but needs groups
+of its own for each level, which sessions do not make: theirs is one call over one group.
 
 A broadcast passes slices from rank to rank along the ring, and a reduction the other way: the last rank waits until the first
 slice has come through all others, and then for the rest.

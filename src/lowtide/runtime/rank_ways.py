@@ -266,21 +266,28 @@ def _fastest_sharded(search: Search, limits: Limits, site: Site) -> Candidate:
     return min((search.evaluate(shape, limits) for shape in shapes), key=lambda candidate: candidate.device_bytes)
 
 
-def code_of(found: RankedWay, for_manage: Mapping[str, object] | None = None) -> str:
-    """The lines of a script that train this way, with more words for `manage` or `prepare` if there are any.
+def code_of(
+    found: RankedWay,
+    for_manage: Mapping[str, object] | None = None,
+    for_prepare: Mapping[str, object] | None = None,
+) -> str:
+    """The lines of a script that train this way.
 
     Args:
         found: The way; a plan of data parallelism is searched again by `prepare`, for the memory that ranks really have.
-        for_manage: Settings beside the plan.
+        for_manage: Settings beside the plan, of `manage` and `prepare`.
+        for_prepare: Settings of `prepare` alone; `host_memory` is that of a node.
     """
-    more = "".join(f", {name}={word!r}" for name, word in (for_manage or {}).items())
+    more, more_for_prepare = (
+        "".join(f", {name}={word!r}" for name, word in (words or {}).items()) for words in (for_manage, for_prepare)
+    )
     budgets, sharding = found.plan.budgets, found.way.sharding
     assert budgets.device_bytes is not None, "a search has a budget"
     device = f"device_memory={f'{budgets.device_bytes >> 20}MiB'!r}"
     if sharding is None:
         given = f", {device}" if found.plan.schedule is Schedule.DEFERRED else f", {device}, schedule='in_backward'"
         ranks = ", ranks=torch.distributed.group.WORLD" if found.num_ranks > 1 else ""
-        return f"session = lowtide.prepare(model, optimizer, batch{given}{more}{ranks})"
+        return f"session = lowtide.prepare(model, optimizer, batch{given}{more_for_prepare}{more}{ranks})"
     words = [f"weights={(Weights.SHARDED if found.way.site is Site.DEVICE else Weights.STREAMED).value!r}"]
     if policies := _policies_in_words(found):
         words.append(f"activations={policies}")
@@ -291,6 +298,8 @@ def code_of(found: RankedWay, for_manage: Mapping[str, object] | None = None) ->
     is_gathered = sharding.collective is Collective.GATHER
     collective = "" if is_gathered else ", collective=lowtide.planning.plan.Collective.ONE_TO_ALL"
     words += [f"sharding=lowtide.Sharding(shards={sharding.shards}{collective})", device]
+    if "host_memory" in (for_prepare or {}) and budgets.host_bytes is not None:
+        words.append(f"host_memory={f'{budgets.host_bytes >> 20}MiB'!r}")
     return (
         f"{'' if is_gathered else 'import lowtide.planning.plan; '}plan = lowtide.make_plan(model, {', '.join(words)}); session = "
         f"lowtide.manage(model, optimizer, plan{more}, ranks=torch.distributed.group.WORLD)"
