@@ -87,7 +87,10 @@ def test_the_same_for_machines() -> None:
     ways = {way["name"]: way for way in found["ways"]}
     assert found["fastest"] == min((way for way in ways.values() if way["fits"]), key=lambda way: way["step_s"])["name"]
     assert "hybrid, device" in ways
-    assert ways["sharded, host"]["sent_bytes"].keys() == {"all-gather", "reduce-scatter"}
+    sent = ways["sharded, host"]["sent_bytes"]
+    assert sent.keys() == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert sent["all-reduce"] % 8 == 0, "the norms of gradients, in double"
+    assert sent["all-reduce"] < 8 * 1000
     assert ways["data parallel"]["sent_bytes"].keys() == {"all-reduce"}
     plan = plan_from_json(json.dumps(ways["hybrid, device"]["plan"]))
     assert plan.sharding is not None
