@@ -24,6 +24,7 @@ PUBLIC = (
     "WarmUp",
     "calibrate",
     "compare",
+    "deferred_weights",
     "empty_weights",
     "errors",
     "explain",

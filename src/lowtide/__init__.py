@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from lowtide.runtime.checkpoints.loading import LoadedCheckpoint, load, load_weights, newest_checkpoint
     from lowtide.runtime.feasibility import largest_batch
     from lowtide.runtime.manage import manage
+    from lowtide.runtime.parameters.deferred_weights import deferred_weights
     from lowtide.runtime.parameters.weight_file import empty_weights
     from lowtide.runtime.plan_problem import PlannedStep
     from lowtide.runtime.planner import plan, prepare
@@ -32,6 +33,7 @@ if typing.TYPE_CHECKING:
 _AT_FIRST_USE = {
     "calibrate": "lowtide.lab.calibration.calibrate",
     "compare": "lowtide.planning.comparison",
+    "deferred_weights": "lowtide.runtime.parameters.deferred_weights",
     "empty_weights": "lowtide.runtime.parameters.weight_file",
     "export": "lowtide.runtime.checkpoints.export",
     "explain": "lowtide.tracing.explanation.explain",
@@ -72,6 +74,7 @@ __all__ = [
     "WarmUp",
     "calibrate",
     "compare",
+    "deferred_weights",
     "empty_weights",
     "errors",
     "explain",

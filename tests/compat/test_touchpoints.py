@@ -364,6 +364,38 @@ def test_a_stream_is_left_when_what_runs_on_it_raises() -> None:
     assert compat.current_stream(0) == torch.cuda.default_stream()
 
 
+class TestExchange:
+    def test_two_objects_exchange_what_they_hold(self) -> None:
+        empty = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad=False)
+        values = nn.Parameter(torch.ones(4))
+        watched = weakref.ref(empty)  # torch.utils.swap_tensors refuses these
+        empty.label = "mine"
+        compat.exchange_contents(empty, values)
+        assert torch.equal(empty, torch.ones(4))
+        assert (empty.requires_grad, values.requires_grad) == (True, False)
+        assert values.is_meta
+        assert values.shape == (2, 3)
+        assert watched() is empty
+        assert empty.label == "mine"
+        empty.sum().backward()
+        assert torch.equal(empty.grad, torch.ones(4))
+
+    def test_recurrent_layers_find_their_weights(self) -> None:
+        layer = nn.LSTM(3, 3)
+        for parameter in layer.parameters():
+            compat.exchange_contents(parameter, nn.Parameter(torch.zeros_like(parameter)))
+        out, _ = layer(torch.ones(1, 3))
+        assert torch.equal(out, torch.zeros(1, 3))
+
+
+def test_function_modes_are_left_out() -> None:
+    with torch.device("meta"):
+        assert torch.ones(2).is_meta
+        with compat.without_function_modes():
+            assert not torch.ones(2).is_meta
+        assert torch.ones(2).is_meta
+
+
 class TestFunctionalCalls:
     def test_a_functional_call_is_found_among_the_callers(self) -> None:
         seen = []

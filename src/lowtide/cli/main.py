@@ -14,8 +14,10 @@ from lowtide.cli.demo import run_demo
 from lowtide.cli.hardware import run_hardware
 from lowtide.cli.lab import lab_app
 from lowtide.cli.plan import PlanRequest, Shown, make_plan_request, plan_settable, run_plan
+from lowtide.cli.plan_ranks import run_plan_ranks
 from lowtide.cli.trace import make_request, run_explain, run_trace, settable
 from lowtide.hardware.machine import lowtide_version
+from lowtide.runtime.rank_ways import RankSettings
 
 app = typer.Typer(
     name="lowtide",
@@ -94,6 +96,9 @@ def plan(
     gpu: Annotated[str, typer.Option(help="as for `lowtide trace`; `any` ranks all known hardware")] = "h200",
     device_memory: Annotated[str | None, typer.Option(help="what may be reserved of the device, such as 24GiB")] = None,
     host_memory: Annotated[str | None, typer.Option(help="what may be used of the host")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="the ways to train on so many devices, each with a batch of this size")
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,9 +113,18 @@ def plan(
 ) -> None:
     """The fastest plan that fits, with its predicted peak and step time."""
     with friendly_errors():
-        request = PlanRequest(model=model, batch=batch, gpu=gpu, device_memory=device_memory, host_memory=host_memory)
+        request = PlanRequest(
+            model=model,
+            batch=batch,
+            gpu=gpu,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            ranks=RankSettings(count=ranks),
+        )
         shown = Shown(pareto=pareto, max_batch=max_batch, is_full=full)
-        run_plan(make_plan_request(request, set_ or []), as_json=json_, reports=report or [], shown=shown)
+        request = make_plan_request(request, set_ or [])
+        run = run_plan if request.ranks.count is None else run_plan_ranks
+        run(request, as_json=json_, reports=report or [], shown=shown)
 
 
 @app.command()

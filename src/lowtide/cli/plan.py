@@ -27,6 +27,7 @@ from lowtide.report.table import Table, Tone, Value, make_table, number, size, w
 from lowtide.runtime.feasibility import HardwareRow, LargestBatch, Remedy, largest, rank, remedies, smallest_change
 from lowtide.runtime.plan_problem import PlannedStep, PlanProblem
 from lowtide.runtime.planner import pose
+from lowtide.runtime.rank_ways import RankSettings
 from lowtide.tracing.prediction.sandbox import shared_sandbox
 from lowtide.tracing.settings import StepSettings
 from lowtide.units import format_bytes, format_count, format_seconds
@@ -63,6 +64,8 @@ class PlanRequest:
     allow: str = ""
     """What may change the arithmetic, with commas between: `tables`."""
 
+    ranks: RankSettings = field(default_factory=RankSettings)
+    """Several ranks, each with a batch of this size."""
     step: StepSettings = field(default_factory=StepSettings)
     """What a plan leaves to the step: a chunked loss, micro-batches, autocast."""
 
@@ -108,10 +111,11 @@ class PlanRequest:
 
 def plan_settable() -> str:
     """What `--set` takes, for the help text."""
-    flags = ("model", "batch", "gpu", "device_memory", "host_memory", "step")
+    flags = ("model", "batch", "gpu", "device_memory", "host_memory", "ranks", "step")
     own = [each.name for each in fields(PlanRequest) if each.name not in flags]
     keys = ", ".join(f"`{key}`" for key in (*own, "step.chunked_loss", "step.accumulate", "step.autocast"))
-    return f"**--set** takes {keys}."
+    ranks = ", ".join(f"`ranks.{each.name}`" for each in fields(RankSettings) if each.name != "count")
+    return f"**--set** takes {keys}; with --ranks also {ranks}."
 
 
 def make_plan_request(request: PlanRequest, overrides: list[str]) -> PlanRequest:
@@ -280,7 +284,7 @@ def _remedy_for_machines(way: Remedy, limits: Limits, request: PlanRequest) -> d
         "step_s": way.step_s,
         "peak_reserved_bytes": way.reserved_bytes,
         "flags": way.flags,
-        "code": way.code(limits.device_bytes, _for_manage(request)),
+        "code": way.code(limits.device_bytes, for_manage(request)),
     }
 
 
@@ -290,7 +294,7 @@ def _remedy(way: Remedy, limits: Limits, request: PlanRequest, title: str) -> Te
     lines = [Text.assemble((f"{title}  ", "dim"), takes)]
     if way.flags:
         lines.append(Text(f"  lowtide trace: {way.flags}", style="dim"))
-        lines.append(Text(f"  in your script: {way.code(limits.device_bytes, _for_manage(request))}", style="dim"))
+        lines.append(Text(f"  in your script: {way.code(limits.device_bytes, for_manage(request))}", style="dim"))
     return Text("\n").join(lines)
 
 
@@ -384,7 +388,7 @@ def _placed(other: Option) -> str:
     return f"{other.choice.weights}, {other.choice.update}, {other.choice.activations}"
 
 
-def _for_manage(request: PlanRequest) -> dict[str, object]:
+def for_manage(request: PlanRequest) -> dict[str, object]:
     """What `manage` and `prepare` are told beside the plan."""
     given = {
         "precision": request.precision,
@@ -399,7 +403,7 @@ def _code(request: PlanRequest) -> str:
     given = {
         "device_memory": request.device_memory,
         "host_memory": request.host_memory,
-        **_for_manage(request),
+        **for_manage(request),
         "schedule": None if request.schedule == "deferred" else request.schedule,
         "allow": request.allow.split(",") if request.allow else None,
     }

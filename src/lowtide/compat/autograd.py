@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -140,9 +140,16 @@ FailedBackward = Callable[[Exception, Sequence[Any]], Callable[[], None] | None]
 exception's frames are gone, and may raise something else."""
 _ENGINE = torch.autograd.graph._engine_run_backward
 _LISTENERS: list[FailedBackward] = []
+ChosenInputs = Callable[[Sequence[Any], Sequence[Any]], None]
+"""Given the roots of a backward, and the inputs for which alone gradients are asked; may raise, and then nothing has run."""
+_CHOICES: list[ChosenInputs] = []
+Listener = TypeVar("Listener", FailedBackward, ChosenInputs)
 
 
 def _engine_run_backward(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    inputs = args[3] if len(args) > 3 else ()
+    for look in tuple(_CHOICES) if inputs else ():
+        look(roots, inputs)
     try:
         return _ENGINE(roots, *args, **kwargs)
     except Exception as error:
@@ -161,31 +168,43 @@ def watch_failed_backwards(listener: FailedBackward) -> Callable[[], None]:
     Operators raise in C++, where no hook of Python's is: the one place around them is the function that enters the engine.
     It is torch's own as long as nobody listens.
     """
-    _LISTENERS.append(listener)
+    return _watch(_LISTENERS, listener)
+
+
+def watch_chosen_inputs(look: ChosenInputs) -> Callable[[], None]:
+    """Tell of every `torch.autograd.grad` and `backward(inputs=)` of this process before it runs, until the answer is called."""
+    return _watch(_CHOICES, look)
+
+
+def _watch(listeners: list[Listener], listener: Listener) -> Callable[[], None]:
     engine: Any = torch.autograd
+    listeners.append(listener)
     engine._engine_run_backward = _engine_run_backward
 
     def stop() -> None:
-        if listener in _LISTENERS:
-            _LISTENERS.remove(listener)
-        if not _LISTENERS:
+        if listener in listeners:
+            listeners.remove(listener)
+        if not (_LISTENERS or _CHOICES):
             engine._engine_run_backward = _ENGINE
 
     return stop
 
 
-def leaves_of_graph(roots: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """The leaves that the graph of these tensors accumulates gradients into."""
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen = set(waiting)
+def nodes_before(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes of the graph of these tensors."""
+    waiting = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
+    seen = {*waiting}
     while waiting:
         node: Any = waiting.pop()
-        if hasattr(node, "variable"):
-            yield node.variable
-        for before, _ in node.next_functions:
-            if before is not None and before not in seen:
-                seen.add(before)
-                waiting.append(before)
+        yield node
+        new = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        waiting += new
+
+
+def leaves_of_graph(roots: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """The leaves that the graph of these tensors accumulates gradients into."""
+    return (node.variable for node in nodes_before(roots) if hasattr(node, "variable"))
 
 
 def backward_number() -> int | None:
@@ -457,6 +476,8 @@ def remove_mode(mode: TorchDispatchMode) -> None:
         torch._C._push_on_torch_dispatch_stack(other)
 
 
+without_function_modes: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Inside, no `__torch_function__` is called, neither a subclass's nor a mode's."""
 without_torch_function: Callable[[], contextlib.AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """Call torch functions on tensor subclasses as if they were plain tensors. torch's own class: windows ask for it many times."""
 
@@ -552,6 +573,15 @@ def reference_count(tensor: torch.Tensor) -> int:
     """How many C++ owners a tensor has, its Python object included."""
     counted: Any = tensor
     return int(counted._use_count())
+
+
+def exchange_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange the memory, shape, device and gradient history of two plain tensors; each stays the same object.
+
+    Unlike `torch.utils.swap_tensors` also where weak references point to them: recurrent modules keep some to their weights,
+    and each goes on pointing to the same object.
+    """
+    torch._C._swap_tensor_impl(one, other)
 
 
 def storage_over(flat: torch.Tensor) -> torch.UntypedStorage:

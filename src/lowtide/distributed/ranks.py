@@ -8,6 +8,11 @@ Note [A rank that breaks off]
 A rank that raises in the middle of a backward has not made the calls that the others wait in. If it went on, its next calls
 would meet theirs: sums of different gradients, and no error. So it leaves: its connections close, all later calls here raise,
 and the others get a `RankLostError`. Training goes on from the last checkpoint, with all ranks started anew.
+
+Note [All ranks do the same]
+A collective has no name, so a rank that gathers one chunk would be given another one's bytes by a rank that gathers that. Those
+that share weights therefore agree on each exchange, by a number over connections of the host. gloo ends the process where
+sizes differ, so there it is known before; on CUDA it is known before the next one, and the host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import contextlib
 import socket
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,12 +67,17 @@ class Ranks:
         self.waited_s = 0.0
         """For them, on the host. On CUDA the device waits instead, which is not in it."""
         self._spreads: dict[int, Spread] = {}
+        self._side: dist.ProcessGroup | None = None
+        """Connections of the host, over which those that share weights agree on what they exchange next."""
+        self._asked: tuple[str, torch.Tensor, dist.Work] | None = None
         self._group: dist.ProcessGroup | None = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self._is_own or members is not None:
             everybody = dist.get_process_group_ranks(group)
             with self._told():
-                self._group = _own_group(group, everybody if members is None else [everybody[each] for each in members])
+                backend = "gloo" if self._is_own else "nccl"
+                chosen = everybody if members is None else [everybody[each] for each in members]
+                self._group = _own_group(group, chosen, backend)
             self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     @staticmethod
@@ -114,34 +125,71 @@ class Ranks:
             dist.gather_object(mine, found, group=self._group, group_dst=0)
         return found
 
-    def begin_sum(self, tensor: torch.Tensor) -> UnderWay:
+    def begin_sum(self, tensor: torch.Tensor, what: str = "a sum") -> UnderWay:
         """Begin to add the tensors of all ranks up; each finds the sum in its own when `UnderWay.wait` has returned."""
-        return self._begin(tensor.nbytes, lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
+        return self._begin(tensor.nbytes, what, lambda: dist.all_reduce(tensor, group=self._group, async_op=True))
 
-    def begin_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> UnderWay:
+    def begin_gather(self, whole: torch.Tensor, mine: torch.Tensor, what: str) -> UnderWay:
         """Begin to fill the tensor with equal parts of all ranks, by rank; `mine` may be this rank's part of it."""
-        return self._begin(whole.nbytes, lambda: _ALL_GATHER(whole, mine, group=self._group, async_op=True))
+        return self._begin(whole.nbytes, what, lambda: _ALL_GATHER(whole, mine, group=self._group, async_op=True))
 
-    def begin_scatter(self, mine: torch.Tensor, whole: torch.Tensor) -> UnderWay:
+    def begin_scatter(self, mine: torch.Tensor, whole: torch.Tensor, what: str) -> UnderWay:
         """Begin to add the tensors of all ranks up, of which each gets an equal part, by rank."""
-        return self._begin(whole.nbytes, lambda: _REDUCE_SCATTER(mine, whole, group=self._group, async_op=True))
+        return self._begin(whole.nbytes, what, lambda: _REDUCE_SCATTER(mine, whole, group=self._group, async_op=True))
 
-    def begin_send(self, tensor: torch.Tensor, rank: int) -> UnderWay:
+    def begin_send(self, tensor: torch.Tensor, rank: int, what: str) -> UnderWay:
         """Begin to copy one rank's values to the tensors of all others."""
         return self._begin(
-            tensor.nbytes, lambda: dist.broadcast(tensor, group=self._group, group_src=rank, async_op=True)
+            tensor.nbytes, what, lambda: dist.broadcast(tensor, group=self._group, group_src=rank, async_op=True)
         )
 
-    def begin_sum_at(self, tensor: torch.Tensor, rank: int) -> UnderWay:
+    def begin_sum_at(self, tensor: torch.Tensor, rank: int, what: str) -> UnderWay:
         """Begin to add the tensors of all ranks up; one of them finds the sum in its own, and the others find anything."""
-        return self._begin(tensor.nbytes, lambda: dist.reduce(tensor, group=self._group, group_dst=rank, async_op=True))
+        return self._begin(
+            tensor.nbytes, what, lambda: dist.reduce(tensor, group=self._group, group_dst=rank, async_op=True)
+        )
 
-    def _begin(self, num_bytes: int, begin: Callable[[], dist.Work | None]) -> UnderWay:
+    def _begin(self, num_bytes: int, what: str, begin: Callable[[], dist.Work | None]) -> UnderWay:
+        """Begin it, if all ranks are about to do the same.
+
+        Raises:
+            RanksDifferError: They are not, in a set that shares weights; see Note [All ranks do the same].
+        """
+        if self._side is not None:
+            self._agree_on(what)
         self.sent_bytes += num_bytes
         with self._told():
             work = begin()
         assert work is not None
         return UnderWay(self, work)
+
+    def _agree_on(self, what: str) -> None:
+        assert self._side is not None
+        mine = torch.tensor([zlib.crc32(what.encode())], dtype=torch.int64, device="cpu")
+        all_of_them = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        with self._told():
+            work = _ALL_GATHER(all_of_them, mine, group=self._side, async_op=True)
+        asked, self._asked = self._asked, (what, all_of_them, work)
+        if self._is_own:
+            # gloo ends the process where sizes differ, so nothing is begun before it is known.
+            asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        what, all_of_them, work = asked
+        with self._told():
+            work.wait()
+        if all_of_them.eq(all_of_them[0]).all():
+            return
+        found: list[str] = [""] * self.size
+        with self._told():
+            dist.all_gather_object(found, what, group=self._side)
+        other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+        self.leave("the ranks have done different things")
+        raise RanksDifferError(
+            f"rank {other} of those that share the weights is about to exchange {found[other]}, and rank 0 {found[0]}: all ranks "
+            "must call the same modules in the same order, also where one of them has nothing to compute. Make what only some "
+            "of them call resident; then start all of them again from the last checkpoint"
+        )
 
     def spread(self, shards: int) -> Spread:
         """How so many neighbours share the weights, and ranks at the same place of each set hold the same part.
@@ -162,6 +210,11 @@ class Ranks:
             sharing = Ranks(self._given, self._device, range(first, first + shards))
             same_part = Ranks(self._given, self._device, range(number, self.size, shards))
             self._spreads[shards] = Spread(all=self, sharing=sharing, same_part=same_part)
+        sharing = self._spreads[shards].sharing
+        if sharing._side is None:
+            members = dist.get_process_group_ranks(sharing._group)
+            with self._told():
+                sharing._side = _own_group(self._given, members, "to agree")
         return self._spreads[shards]
 
     @property
@@ -186,21 +239,24 @@ class Ranks:
         for part in self.connections[1:]:
             part.leave(reason)
         # gloo closes its connections with the last reference to the group.
-        group, self._group = self._group, None
+        groups = [(self._group, self._is_own), (self._side, True)]
+        self._group, self._side, self._asked = None, None, None
         _OWN_GROUPS.clear()
-        if group is not None:
+        while groups:
+            group, is_own = groups.pop()
             with contextlib.suppress(Exception):  # it is of no use any more, whatever it says
-                if self._is_own:
+                if group is not None and is_own:
                     dist.destroy_process_group(group)
-                else:
+                elif group is not None:
                     group.abort()
+            del group
 
     def close(self) -> None:
         """The session ends; the next one uses the same connections. May be repeated."""
         for part in self.connections[1:]:
             part.close()
         self._why_left = self._why_left or "the session was closed"
-        self._group = None
+        self._group, self._side, self._asked = None, None, None
 
     @property
     def has_left(self) -> bool:
@@ -260,6 +316,36 @@ class Ranks:
             ) from error
 
 
+def group_of(ranks: Any, shards: int) -> Any:
+    """The process group that `ranks=` means: itself, or that of a DeviceMesh. What is neither is refused by `Ranks`.
+
+    Args:
+        ranks: As the user gave it.
+        shards: Over how many ranks the plan spreads weights; 1 for none.
+
+    Raises:
+        ConfigError: A mesh whose last dimension is not the ranks that share the weights.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ranks
+    from torch.distributed.device_mesh import DeviceMesh  # slow to load, and few give one
+
+    if not isinstance(ranks, DeviceMesh):
+        return ranks
+    if ranks.ndim == 1:
+        return ranks.get_group()
+    shape, members = tuple(ranks.shape), ranks.mesh.reshape(-1).tolist()
+    everybody = list(range(dist.get_world_size()))
+    if ranks.ndim != 2 or members != everybody or (shards > 1 and shape[1] != shards):
+        raise ConfigError(
+            f"ranks is a mesh of shape {shape} over the ranks {members}, and the plan spreads weights over {shards}; give one of "
+            f"shape (replicas, shards), such as ({len(everybody) // max(1, shards)}, {shards}), with all {len(everybody)} ranks in "
+            "order, so that those that share weights are neighbours",
+            key="ranks",
+        )
+    return dist.group.WORLD
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
     """How the weights of a model are spread over ranks."""
@@ -271,19 +357,22 @@ class Spread:
     """Those that have the same part as this one, in other sets; None if there is one set."""
 
 
-_OWN_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
-"""By the group that was given, and by members of it: one of ours, with connections of its own."""
+_OWN_GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""By the group that was given, members of it and what for: one of ours, with connections of its own."""
 
 
-def _own_group(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
+def _own_group(group: dist.ProcessGroup, members: Sequence[int], purpose: str) -> dist.ProcessGroup:
     """Made once: a second one of the same processes would have the name of the first, and find its addresses."""
     made = _OWN_GROUPS.setdefault(group, {})
-    if tuple(members) not in made:
-        backend = "gloo" if "cpu:gloo" in dist.get_backend_config(group) else "nccl"
-        made[tuple(members)] = dist.new_group([*members], backend=backend, use_local_synchronization=True)
-    return made[tuple(members)]
+    key = (*members, purpose)
+    if key not in made:
+        made[key] = dist.new_group(
+            [*members],
+            backend="nccl" if purpose == "nccl" else "gloo",
+            use_local_synchronization=True,
+            group_desc=f"lowtide {purpose}",
+        )
+    return made[key]
 
 
 class UnderWay:

@@ -192,6 +192,13 @@ class Chunk:
         """The arena has moved the host's bytes here."""
         self.host = flat
 
+    def use_device(self, device: torch.Tensor) -> None:
+        """Come to another device from now on, in this buffer; nothing is on the one before."""
+        assert self.state is ChunkState.HOST, (
+            f"chunk {self.spec.name} is {self.state.value} on the device that it leaves"
+        )
+        self.device = device
+
     def forget_device(self) -> None:
         """Give up the device's buffer. If a graph still points to its memory, it is freed with the graph."""
         self.device = torch.empty(0, dtype=torch.uint8)

@@ -223,6 +223,8 @@ class ChunkStore:
         if self._changing:
             self._upload_ahead()
         for name in self.order.upcoming(self._depth):
+            if name == _LEAVE:
+                return
             group = self.groups[name]
             missing = _missing(group)
             if not missing or not self._listener.may_fetch_ahead(group):
@@ -274,6 +276,11 @@ class ChunkStore:
         for group in self.groups.values():
             if group.num_open == 0:
                 self.drop(group.name)
+
+    def leave_device(self) -> None:
+        """The next groups open on another device: take every copy off this one. Prefetches do not look past this point."""
+        self.drop_all()
+        self.order.access(_LEAVE)
 
     def rebuild(self) -> None:
         """Start afresh from the truth, whatever an exception left half made: no group is open, no streamed one on the device.
@@ -463,6 +470,8 @@ def _is_changing(chunks: list[Chunk]) -> bool:
 MAX_CYCLE = 100_000
 """Uses after which a cycle ends by itself: a model whose parts are called by themselves never says that one ended."""
 
+_LEAVE = "(another device)"
+"""Stands in the order of uses where the store leaves a device."""
 _NEVER = 1 << 62
 """The next use of a group that the known cycle does not use: later than any other."""
 

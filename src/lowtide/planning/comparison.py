@@ -7,7 +7,7 @@ from typing import overload
 
 from lowtide.errors import ConfigError
 from lowtide.planning.simulator import SimulatedStep
-from lowtide.planning.timeline import Lane, Timeline
+from lowtide.planning.timeline import Lane, Timeline, lanes_that_work
 from lowtide.tracing.explanation.compare import Comparison, compare_traces
 from lowtide.tracing.step_trace import StepTrace
 
@@ -109,7 +109,7 @@ def _compare_times(simulated: SimulatedStep, observed: Timeline) -> TimelineComp
             TimeDifference(
                 what=str(lane), simulated_s=simulated.busy_s[lane], observed_s=observed.busy_s(lane) / num_steps
             )
-            for lane in Lane
+            for lane in lanes_that_work({lane for lane in simulated.busy_s if simulated.busy_s[lane]} | observed.lanes)
         ),
         waits=TimeDifference(
             what="waits of the computation",

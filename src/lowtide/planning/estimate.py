@@ -14,7 +14,8 @@ from lowtide.activations.policy import policy_of
 from lowtide.memory.chunk import LARGEST_CHUNK_BYTES, Layout
 from lowtide.planning.lanes import GroupChoice, Placement
 from lowtide.planning.placement import Windows, granted_staging_bytes, staging_for
-from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.plan import COMING, Schedule, Site, Weights
+from lowtide.planning.rank_costs import GroupShare, RankCosts
 from lowtide.planning.step_costs import GroupCosts, StepCosts
 from lowtide.tracing.step_trace import Phase
 
@@ -44,10 +45,12 @@ class Estimate:
     Args:
         costs: The step's.
         layout: The model's.
+        ranks: What ranks keep of the groups; None where there is one.
     """
 
-    def __init__(self, costs: StepCosts, layout: Layout) -> None:
+    def __init__(self, costs: StepCosts, layout: Layout, ranks: RankCosts | None = None) -> None:
         self.costs = costs
+        self._ranks = ranks
         self._windows = Windows(layout)
         self._window_bytes: dict[object, int] = {}
         self._parts: dict[object, _Parts] = {}
@@ -57,7 +60,7 @@ class Estimate:
 
     def window_bytes(self, groups: Mapping[str, GroupChoice], prefetch_depth: int) -> int:
         """The least window memory of a placement."""
-        streamed = frozenset(name for name, choice in groups.items() if choice.weights is Weights.STREAMED)
+        streamed = frozenset(name for name, choice in groups.items() if choice.weights in COMING)
         segments = {name: choice.policy for name, choice in groups.items() if "recompute/" in choice.policy}
         key = streamed, prefetch_depth, tuple(segments.items())
         if key not in self._window_bytes:
@@ -78,8 +81,13 @@ class Estimate:
         """Device bytes besides, at their highest: activations, temporaries, gradients."""
         key = _key(placement)
         if key not in self._highest:
-            self._highest[key] = _Walk(self.costs, placement, self._largest_group_bytes).highest_bytes()
-        return self._highest[key]
+            shares = {name: self._share_of(name, choice) for name, choice in placement.groups.items()}
+            self._highest[key] = _Walk(self.costs, placement, shares, self._largest_group_bytes).highest_bytes()
+        return self._highest[key] + (0 if self._ranks is None else self._ranks.under_way_bytes)
+
+    def _share_of(self, name: str, choice: GroupChoice) -> GroupShare | GroupCosts:
+        """What one rank keeps of a group."""
+        return self.costs.groups[name] if self._ranks is None else self._ranks.of(name, choice.weights)
 
     def host_bytes(self, placement: Placement) -> tuple[int, int]:
         """Bytes of the host in all, and the part of them that is locked."""
@@ -108,7 +116,7 @@ class Estimate:
         if key not in self._parts:
             parts = self._parts[key] = _Parts()
             for name, choice in placement.groups.items():
-                _add(parts, self.costs.groups[name], choice, placement.schedule)
+                _add(parts, self.costs.groups[name], self._share_of(name, choice), choice, placement.schedule)
         return self._parts[key]
 
 
@@ -116,23 +124,25 @@ def _key(placement: Placement) -> object:
     return tuple(placement.groups.items()), placement.schedule
 
 
-def _add(parts: _Parts, group: GroupCosts, choice: GroupChoice, schedule: Schedule) -> None:
-    is_updated_on_host = choice.site is Site.HOST and group.trained_bytes > 0
+def _add(
+    parts: _Parts, group: GroupCosts, share: GroupShare | GroupCosts, choice: GroupChoice, schedule: Schedule
+) -> None:
+    is_updated_on_host = choice.site is Site.HOST and share.trained_bytes > 0
     if choice.weights is Weights.HOST:  # none of it is locked, and its gradient is made where it lies
-        parts.loose_bytes += group.weight_bytes + group.trained_bytes + (group.state_bytes if is_updated_on_host else 0)
+        parts.loose_bytes += share.weight_bytes + share.trained_bytes + (share.state_bytes if is_updated_on_host else 0)
         return
-    if choice.weights is Weights.RESIDENT:
-        parts.held_bytes += group.weight_bytes
+    if choice.weights in (Weights.RESIDENT, Weights.SHARDED):
+        parts.held_bytes += share.weight_bytes
     if choice.site is Site.DEVICE:
-        parts.held_bytes += group.state_bytes
+        parts.held_bytes += share.state_bytes
     if choice.weights is Weights.STREAMED or is_updated_on_host:
-        parts.pinned_bytes += group.weight_bytes
+        parts.pinned_bytes += share.weight_bytes
     if is_updated_on_host:
-        parts.loose_bytes += group.state_bytes
-        parts.pinned_bytes += group.trained_bytes if schedule is Schedule.DEFERRED else 0
-        parts.gradient_bytes += group.trained_bytes
-        parts.largest_gradient_bytes = max(parts.largest_gradient_bytes, group.trained_bytes)
-        parts.has_state = parts.has_state or group.state_bytes > 0
+        parts.loose_bytes += share.state_bytes
+        parts.pinned_bytes += share.trained_bytes if schedule is Schedule.DEFERRED else 0
+        parts.gradient_bytes += share.trained_bytes
+        parts.largest_gradient_bytes = max(parts.largest_gradient_bytes, share.trained_bytes)
+        parts.has_state = parts.has_state or share.state_bytes > 0
     parts.has_offload = parts.has_offload or choice.policy.startswith("offload")
     parts.pinned_bytes += group.stashed_bytes.get(choice.policy, 0)
 
@@ -140,9 +150,16 @@ def _add(parts: _Parts, group: GroupCosts, choice: GroupChoice, schedule: Schedu
 class _Walk:
     """One walk over the uses of a step, in which activations, temporaries and gradients come and go."""
 
-    def __init__(self, costs: StepCosts, placement: Placement, largest_group_bytes: int) -> None:
+    def __init__(
+        self,
+        costs: StepCosts,
+        placement: Placement,
+        shares: Mapping[str, GroupShare | GroupCosts],
+        largest_group_bytes: int,
+    ) -> None:
         self._costs = costs
         self._placement = placement
+        self._shares = shares
         self._is_deferred = placement.schedule is Schedule.DEFERRED
         self._leaving = _Leaving(largest_group_bytes)
         self._finished_bytes = 0
@@ -170,6 +187,11 @@ class _Walk:
         is_table = self._placement.groups[name].weights is Weights.HOST
         return 0 if is_table else self._costs.groups[name].trained_bytes
 
+    def _kept_bytes(self, name: str) -> int:
+        """The part of a finished gradient that this rank updates."""
+        is_table = self._placement.groups[name].weights is Weights.HOST
+        return 0 if is_table else self._shares[name].trained_bytes
+
     def _begin(self) -> None:
         """What the step before left behind."""
         for use in self._costs.uses:
@@ -184,7 +206,7 @@ class _Walk:
     def _finish(self, groups: Sequence[str]) -> None:
         """A backward's gradients go to the host or wait for the update; weights that it has updated go home."""
         for name in groups:
-            choice, trained_bytes = self._placement.groups[name], self._gradient_bytes(name)
+            choice, trained_bytes = self._placement.groups[name], self._kept_bytes(name)
             if choice.site is Site.HOST:
                 self._leaving.send(trained_bytes, is_gradient=True)
             elif self._is_deferred:

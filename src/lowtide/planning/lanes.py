@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from lowtide.memory.groups import REST
-from lowtide.planning.plan import Schedule, Site, Weights
+from lowtide.planning.plan import COMING, Schedule, Site, Weights
+from lowtide.planning.rank_costs import GroupShare, RankCosts
 from lowtide.planning.step_costs import GroupCosts, StepCosts, UseCost, priced_as
 from lowtide.planning.timeline import WAIT_PREFIX, Lane, LaneSpan, Reason
 from lowtide.tracing.step_trace import Phase
@@ -35,7 +37,8 @@ class LaneRates:
     watched_s: float
     """What the host needs besides for an operator that a selective policy looks at."""
     finished_s: float
-    """What the host needs for one parameter whose gradient it sends to the host, or has updated on the device in backward."""
+    """What the host needs for one parameter whose gradient it sends to the host or to other ranks, or has updated on the device
+    in backward."""
     slowdown_beside_updates: float
     """How many times longer the host's launches take while its worker updates."""
     to_device_bytes_per_s: float
@@ -86,6 +89,8 @@ class StepTimes:
     """In which each lane works."""
     launch_s: float
     """In which the host launches."""
+    link_bytes: int = 0
+    """What this rank puts on the links to others."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -103,7 +108,7 @@ def _launching_s(cost: UseCost, rates: LaneRates) -> float:
     return cost.num_ops * rates.launch_s + cost.num_watched_ops * rates.watched_s
 
 
-def update_bytes(group: GroupCosts) -> int:
+def update_bytes(group: GroupCosts | GroupShare) -> int:
     """What an update reads and writes: weights twice, gradients once, state twice."""
     return 3 * group.trained_bytes + 2 * group.state_bytes
 
@@ -119,9 +124,10 @@ class _ByPolicy(dict[str, _T]):
 class NumberedStep:
     """A step with numbers in place of its groups' names, and what can be told of it before there is a placement."""
 
-    def __init__(self, costs: StepCosts, rates: LaneRates) -> None:
+    def __init__(self, costs: StepCosts, rates: LaneRates, ranks: RankCosts | None = None) -> None:
         self.costs = costs
         self.rates = rates
+        self.ranks = ranks
         self.names = tuple(costs.groups)
         self.groups = tuple(costs.groups.values())
         self.uses = costs.uses
@@ -137,8 +143,6 @@ class NumberedStep:
             (use.window, _ByPolicy({word: max(seconds) for word, seconds in found.items()}))
             for use, found in zip(costs.uses, self.seconds, strict=True)
         ]
-        self.updates = [(name, group, update_bytes(group)) for name, group in costs.groups.items()]
-        self.update_bytes = [update for _, _, update in self.updates]
         positions = [[place for place, users in enumerate(self.users) if group in users] for group in numbers.values()]
         self.first_use = [places[0] if places else -1 for places in positions]
         self.next_use = [self._next_uses(places) for places in positions]
@@ -150,6 +154,12 @@ class NumberedStep:
             tuple(group for group in users if last_backward.get(group) == place)
             for place, users in enumerate(self.users)
         ]
+        self.without_end = tuple(group for group in numbers.values() if group not in last_backward)
+        """Groups that are open all the time: their gradients are complete at the end of the step."""
+
+    def share_of(self, name: str, weights: Weights) -> GroupShare | GroupCosts:
+        """What this rank has of a group: all of it, where it is alone."""
+        return self.costs.groups[name] if self.ranks is None else self.ranks.of(name, weights)
 
     def _next_uses(self, places: list[int]) -> list[int]:
         """By position, the next use after it; those of the next step are counted on."""
@@ -165,7 +175,16 @@ class NumberedPlacement:
         self.step = step
         self.placement = placement
         choices = [placement.groups[name] for name in step.names]
-        self.is_streamed = [choice.weights is Weights.STREAMED for choice in choices]
+        ranks = step.ranks
+        self.shares = [step.share_of(name, choice.weights) for name, choice in zip(step.names, choices, strict=True)]
+        self.update_bytes = [update_bytes(share) for share in self.shares]
+        self.is_streamed = [choice.weights in COMING for choice in choices]
+        self.weights = [choice.weights for choice in choices]
+        self.is_sharded = [choice.weights is Weights.SHARDED for choice in choices]
+        self.is_spread = [ranks is not None and ranks.is_spread(choice.weights) for choice in choices]
+        self.always_gathered = tuple(
+            group for group in step.without_end if self.is_spread[group] and step.first_use[group] < 0
+        )
         self.is_on_host = [choice.site is Site.HOST for choice in choices]
         self.is_table = [choice.weights is Weights.HOST for choice in choices]
         self.offloaded = [
@@ -215,7 +234,7 @@ class LanePass:
         self.spans = spans
         num_groups = len(placed.step.groups)
         # When each lane has done what it was given.
-        self.compute_s = self.to_device_s = self.to_host_s = self.worker_s = 0.0
+        self.compute_s = self.to_device_s = self.to_host_s = self.worker_s = self.between_ranks_s = 0.0
         # How far the host's Python has come.
         self.host_s = self.launching_s = 0.0
         # When each group's weights are those of the last update, where they are fetched from or used.
@@ -229,6 +248,9 @@ class LanePass:
         self.staged_bytes = 0
         # Deferred: when each group's gradient is where it will be used.
         self.gradients_s = [0.0] * num_groups
+        # Groups whose gradients are on their way between ranks, and when their sums are there.
+        self.sums: deque[tuple[int, float]] = deque()
+        self.link_bytes = 0
         self.is_timed = False
         self.busy_s = dict.fromkeys(Lane, 0.0)
 
@@ -238,10 +260,16 @@ class LanePass:
         for number in range(_NUM_STEPS):
             began_s, launched_s = self.compute_s, self.launching_s
             self.is_timed = number == _NUM_STEPS - 1
+            self._gather_what_stays_open()
             for position in range(len(self.step.uses)):
                 self._use(position)
             self._end_of_step()
-        return StepTimes(step_s=self.compute_s - began_s, busy_s=self.busy_s, launch_s=self.launching_s - launched_s)
+        return StepTimes(
+            step_s=self.compute_s - began_s,
+            busy_s=self.busy_s,
+            launch_s=self.launching_s - launched_s,
+            link_bytes=self.link_bytes,
+        )
 
     def _use(self, position: int) -> None:
         placed, arrived_s = self.placed, self.arrived_s
@@ -251,7 +279,8 @@ class LanePass:
                 self._finish_update(group)
         for group in streamed:
             # A pending update is waited for by the host itself, which must issue the copy after it.
-            self.host_s = max(self.host_s, self.updated_s[group])
+            if not placed.is_sharded[group]:
+                self.host_s = max(self.host_s, self.updated_s[group])
             if group not in arrived_s:
                 self._fetch(group, position, needed=True)
         start_s = max(self.compute_s, self.host_s)
@@ -291,12 +320,34 @@ class LanePass:
         costs = self.step.groups[group]
         if not costs.trained_bytes:
             return
-        is_on_host = self.placed.is_on_host[group]
-        if is_on_host or self.in_backward:
+        ranks = self.step.ranks
+        if ranks is not None or self.placed.is_on_host[group] or self.in_backward:
             self._launch(costs.num_trained * self.rates.finished_s)
-        if is_on_host:
+        if ranks is None:
+            self._place_gradient(group, end_s)
+            return
+        share = ranks.of(self.step.names[group], self.placed.weights[group])
+        sent = share.reduce_s, share.reduce_bytes, share.reduce_link_bytes
+        summed_s = self._between_ranks(group, Phase.BACKWARD, max(end_s, self.host_s), sent, Reason.SUM)
+        self.sums.append((group, summed_s))
+        while len(self.sums) > 1:
+            self._take_sum()
+
+    def _take_sum(self) -> None:
+        """The oldest gradient that is on its way between ranks: there is room for those of one group beside it."""
+        group, summed_s = self.sums.popleft()
+        if summed_s > self.compute_s:
+            if self.spans is not None and self.is_timed:
+                name = f"{WAIT_PREFIX}{self.step.names[group]}"
+                self.spans.append(_span(Lane.COMPUTE, name, Phase.BACKWARD, self.compute_s, summed_s))
+            self.compute_s = summed_s
+        self._place_gradient(group, summed_s)
+
+    def _place_gradient(self, group: int, end_s: float) -> None:
+        """The group's gradient goes where it is updated."""
+        if self.placed.is_on_host[group]:
             # A table's gradient is made on the host, from rows.
-            num_bytes = 0 if self.placed.is_table[group] else costs.trained_bytes
+            num_bytes = 0 if self.placed.is_table[group] else self.placed.shares[group].trained_bytes
             if self.in_backward and num_bytes:
                 self._make_room_in_staging(num_bytes)
             arrived_s = end_s = max(end_s, self.host_s)
@@ -310,7 +361,20 @@ class LanePass:
         elif self.in_backward:
             self._update_on_device(group)
 
+    def _gather_what_stays_open(self) -> None:
+        """Groups that are open all the time come together when the step begins."""
+        for group in self.placed.always_gathered:
+            if group in self.jobs:
+                self._finish_update(group)
+            ready_s = self._gather(group, Phase.FORWARD, max(self.compute_s, self.host_s, self.updated_s[group]))
+            self.compute_s = max(self.compute_s, ready_s)
+
     def _end_of_step(self) -> None:
+        if self.step.ranks is not None:
+            for group in self.step.without_end:
+                self._finish_gradient(group, self.compute_s)
+            while self.sums:
+                self._take_sum()
         if not self.in_backward:
             is_clipped = self.placement.is_clipped
             known_s = max(self.compute_s, *self.gradients_s, 0.0) if is_clipped else self.host_s
@@ -320,7 +384,8 @@ class LanePass:
                 if self.placed.is_on_host[group]:
                     self.jobs[group] = max(known_s, self.gradients_s[group])
                 else:
-                    if self.placed.is_streamed[group] and group not in self.arrived_s:
+                    is_away = self.placed.is_streamed[group] and not self.placed.is_sharded[group]
+                    if is_away and group not in self.arrived_s:
                         self._fetch(group, len(self.step.uses) - 1, needed=True)
                     self._update_on_device(group)
         # `step()` reads whether gradients were finite, and most loops read the loss.
@@ -336,8 +401,8 @@ class LanePass:
         now_s = max(self.worker_s, min(self.jobs.values()))
         there = [group for group, arrived_s in self.jobs.items() if arrived_s <= now_s]
         group = there[0] if len(there) == 1 else min(there, key=self.step.first_use.__getitem__)
-        start_s, trained_bytes = max(now_s, self.jobs.pop(group)), self.step.groups[group].trained_bytes
-        end_s = start_s + self.step.update_bytes[group] / self.host_update_bytes_per_s
+        start_s, trained_bytes = max(now_s, self.jobs.pop(group)), self.placed.shares[group].trained_bytes
+        end_s = start_s + self.placed.update_bytes[group] / self.host_update_bytes_per_s
         if self.is_timed:
             self._record(Lane.HOST_UPDATE, group, Phase.UPDATE, start_s, end_s, trained_bytes, None)
         self.worker_s = self.updated_s[group] = end_s
@@ -352,12 +417,16 @@ class LanePass:
         start_s = max(self.compute_s, self.arrived_s.get(group, 0.0))
         if self.in_backward:
             start_s = max(start_s, self.host_s)
-        end_s = start_s + self.step.update_bytes[group] / self.rates.device_update_bytes_per_s
-        trained_bytes = self.step.groups[group].trained_bytes
+        end_s = start_s + self.placed.update_bytes[group] / self.rates.device_update_bytes_per_s
+        trained_bytes = self.placed.shares[group].trained_bytes
         if self.is_timed:
             self._record(Lane.COMPUTE, group, Phase.UPDATE, start_s, end_s, trained_bytes, None)
         self.compute_s = end_s
-        if self.placed.is_streamed[group]:
+        if self.placed.is_sharded[group]:
+            self.updated_s[group] = end_s
+            if group in self.arrived_s:  # what is in the window is out of date
+                self._leave(group)
+        elif self.placed.is_streamed[group]:
             written_s = self._to_host(group, Phase.UPDATE, end_s, trained_bytes, Reason.WRITE_BACK)
             self.used_until_s[group] = self.updated_s[group] = written_s
 
@@ -375,9 +444,42 @@ class LanePass:
             return False
         ready_s = max(self.host_s, room_s, self.updated_s[group])
         phase = self.step.uses[position].phase
-        self.arrived_s[group] = self._to_device(group, phase, ready_s, size, Reason.FETCH_WEIGHTS)
+        if self.placed.is_spread[group]:
+            self.arrived_s[group] = self._gather(group, phase, ready_s)
+        else:
+            self.arrived_s[group] = self._to_device(group, phase, ready_s, size, Reason.FETCH_WEIGHTS)
         self.window_bytes += size
         return True
+
+    def _gather(self, group: int, phase: Phase, ready_s: float) -> float:
+        """When a group that is spread over ranks is whole: this rank's part comes to the device, then those of the others."""
+        ranks = self.step.ranks
+        assert ranks is not None, "one rank has all of it"
+        share = ranks.of(self.step.names[group], self.placed.weights[group])
+        if not self.placed.is_sharded[group]:
+            ready_s = self._to_device(group, phase, ready_s, share.weight_bytes, Reason.FETCH_WEIGHTS)
+        return self._between_ranks(
+            group, phase, ready_s, (share.gather_s, share.gather_bytes, share.gather_link_bytes), Reason.GATHER
+        )
+
+    def _between_ranks(
+        self, group: int, phase: Phase, ready_s: float, sent: tuple[float, int, int], reason: Reason
+    ) -> float:
+        """When a group's collectives have ended, of which so many seconds, bytes and bytes on the links are given."""
+        seconds, num_bytes, link_bytes = sent
+        assert self.step.ranks is not None, "they are between ranks"
+        if not num_bytes:
+            return ready_s
+        start_s = max(ready_s, self.between_ranks_s)
+        if self.step.ranks.takes_host_link:
+            start_s = max(start_s, self.to_device_s, self.to_host_s)
+        self.between_ranks_s = end_s = start_s + seconds
+        if self.step.ranks.takes_host_link:
+            self.to_device_s = self.to_host_s = end_s
+        if self.is_timed:
+            self.link_bytes += link_bytes
+            self._record(Lane.BETWEEN_RANKS, group, phase, start_s, end_s, num_bytes, reason)
+        return end_s
 
     def _leave(self, group: int) -> None:
         del self.arrived_s[group]

@@ -26,6 +26,7 @@ from lowtide.planning.improve import Arrangement, Choices, improved
 from lowtide.planning.lanes import GroupChoice, LaneRates, Placement, StepTimes
 from lowtide.planning.placement import by_first_use, is_always_open, window_bytes, window_bytes_needed
 from lowtide.planning.plan import Plan, Schedule, Site, Weights
+from lowtide.planning.rank_costs import RankCosts
 from lowtide.planning.simulator import SimulatedStep, Simulator
 from lowtide.planning.step_costs import POLICIES, StepCosts
 from lowtide.units import format_bytes
@@ -131,19 +132,30 @@ class Search:
         rates: The hardware's.
         correction_bytes: What a replay of the allocator found beyond the estimate of device bytes.
         mixed_bytes: What it found besides where blocks have different policies: the gaps of one do not suit another.
+        ranks: What ranks keep of the groups and tell each other; None where there is one. Under sharding, groups that are not
+            resident are `sharded` where the device updates them, and `streamed` where the host does.
     """
 
     def __init__(
-        self, costs: StepCosts, layout: Layout, rates: LaneRates, *, correction_bytes: int = 0, mixed_bytes: int = 0
+        self,
+        costs: StepCosts,
+        layout: Layout,
+        rates: LaneRates,
+        *,
+        correction_bytes: int = 0,
+        mixed_bytes: int = 0,
+        ranks: RankCosts | None = None,
     ) -> None:
         self.costs = costs
         self.layout = layout
         self.correction_bytes = correction_bytes
         self.mixed_bytes = mixed_bytes
-        self.simulator = Simulator(costs, rates)
-        self.estimate = Estimate(costs, layout)
+        self.simulator = Simulator(costs, rates, ranks)
+        self.estimate = Estimate(costs, layout, ranks)
         self._order = by_first_use(layout)
-        self._always = {group.name for group in layout.groups if is_always_open(group)}
+        self._is_sharded = ranks is not None and ranks.sharding is not None
+        # What is open for the whole step is on the device in any case; spread, its optimizer state takes less there.
+        self._always = {group.name for group in layout.groups if is_always_open(group) and not self._is_sharded}
         self._tables = frozenset(name for name, group in costs.groups.items() if group.is_table)
         self._blocks = [name for name in self._order if len(costs.groups[name].policies) > 1]
 
@@ -197,11 +209,14 @@ class Search:
         on_device = set(self._order[: shape.num_device] if limits.sites is None else _updated_on_device(limits.sites))
         blocks, fast = set(self._blocks), set(self._blocks[len(self._blocks) - shape.num_fast :])
         tables = self._tables_within(limits) if shape.tables_stay else ()
+        coming = {
+            site: Weights.SHARDED if self._is_sharded and site is Site.DEVICE else Weights.STREAMED for site in Site
+        }
         choices = tuple(
             _choice(Weights.HOST, Site.HOST, "keep")
             if name in tables
             else _choice(
-                Weights.RESIDENT if name in resident else Weights.STREAMED,
+                Weights.RESIDENT if name in resident else coming[Site.DEVICE if name in on_device else Site.HOST],
                 Site.DEVICE if name in on_device else Site.HOST,
                 (shape.fast if name in fast else shape.small) if name in blocks else "keep",
             )
@@ -361,7 +376,7 @@ class Search:
 
     def _grid(self, limits: Limits) -> Iterator[Shape]:
         counts = sorted({round(self.num_groups * number / _GRID) for number in range(_GRID + 1)})
-        for small, fast in self._ladders(limits):
+        for small, fast in self.ladders(limits):
             for num_resident in counts:
                 for num_device in counts if limits.sites is None else (0,):
                     shape = Shape(num_resident=num_resident, num_device=num_device, small=small, fast=fast, num_fast=0)
@@ -369,7 +384,8 @@ class Search:
                     if self._tables and small == fast:  # the other pairs find them among single changes
                         yield replace(shape, tables_stay=True)
 
-    def _ladders(self, limits: Limits) -> list[tuple[str, str]]:
+    def ladders(self, limits: Limits) -> list[tuple[str, str]]:
+        """Pairs of a smaller and a faster policy that the blocks can have."""
         if not self._blocks:
             return [("keep", "keep")]
         known = set(limits.policies).intersection(*(self.costs.groups[name].policies for name in self._blocks))
@@ -377,7 +393,7 @@ class Search:
 
     def _uniform(self, limits: Limits) -> tuple[Candidate, ...]:
         found = []
-        for small, fast in self._ladders(limits):
+        for small, fast in self.ladders(limits):
             if small != fast:
                 continue
             for num_resident in (0, self.num_groups):

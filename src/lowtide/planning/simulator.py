@@ -1,7 +1,7 @@
 """The simulator: how long a step takes under a placement, and which lane holds it up.
 
-Four lanes work in order, each for itself: the device computes, one stream copies to it, one copies from it, and a worker on
-the host updates. They wait for one another as they do in a session:
+Five lanes work in order, each for itself: the device computes, one stream copies to it, one copies from it, a worker on the
+host updates, and, where there are several ranks, collectives run between them. They wait for one another as they do in a session:
 
 - A streamed group is fetched before its use, `prefetch_depth` uses ahead, into window memory; a group leaves it when its last
   use has ended, the one whose next use is farthest first.
@@ -13,11 +13,16 @@ the host updates. They wait for one another as they do in a session:
   that leaves for the host and an operator that a selective policy looks at take it longer; and everything does while the
   worker updates, because the two share the host's memory and cores.
 
+- Several ranks do the same at the same time, so one of them is simulated. A group that is spread over them is gathered after this
+  rank's part has come to the device. Gradients are summed before they go anywhere; those of one group may be on their way while
+  the next group's backward runs, and the computation waits where that is over before the sum is there.
+
 The first steps begin with empty lanes, so that a step is timed when the one before it has been simulated too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,8 +34,10 @@ from lowtide.planning.lanes import (
     NumberedStep,
     Placement,
     StepTimes,
+    update_bytes,
 )
-from lowtide.planning.plan import Site, Weights
+from lowtide.planning.plan import COMING, Site, Weights
+from lowtide.planning.rank_costs import GroupShare, RankCosts
 from lowtide.planning.step_costs import StepCosts
 from lowtide.planning.timeline import Lane, LaneSpan, Timeline
 
@@ -38,20 +45,28 @@ STAND_IN = "rtx-4090"
 """Whose rates are taken where those of the hardware are not known."""
 
 
-def lane_rates(hardware: Hardware, update: UpdateKind) -> LaneRates:
-    """The rates of a kind of device and its host, for one kind of update."""
+def lane_rates(hardware: Hardware, update: UpdateKind, *, ranks_on_host: int = 1) -> LaneRates:
+    """The rates of a kind of device and its host, for one kind of update.
+
+    Ranks of one host share its cores and memory, so each has its part of the rate of updates; and of the rate of copies, if all of
+    them together would copy faster than the host's memory, where that was measured. Each has a core of its own to launch from.
+    """
     device, host = hardware.rates or find_hardware(STAND_IN).rates, hardware.host
     assert device is not None, "the stand-in's are known"
+    # Both ways at a time; a copy by the cores reads and writes.
+    most = math.inf if host.memory_bytes_per_s is None else host.memory_bytes_per_s / ranks_on_host / 2
     return LaneRates(
         launch_s=host.launch_s,
         window_s=host.window_s,
         watched_s=host.watched_s,
         finished_s=host.finished_s,
         slowdown_beside_updates=host.slowdown_beside_updates,
-        to_device_bytes_per_s=device.to_device_bytes_per_s,
-        to_host_bytes_per_s=device.to_host_bytes_per_s,
-        host_update_bytes_per_s=host.updates.of(update),
-        host_update_beside_copies_bytes_per_s=host.updates_beside_copies.of(update),
+        to_device_bytes_per_s=device.to_device_bytes_per_s
+        if ranks_on_host == 1
+        else min(device.to_device_bytes_per_s, most),
+        to_host_bytes_per_s=device.to_host_bytes_per_s if ranks_on_host == 1 else min(device.to_host_bytes_per_s, most),
+        host_update_bytes_per_s=host.updates.of(update) / ranks_on_host,
+        host_update_beside_copies_bytes_per_s=host.updates_beside_copies.of(update) / ranks_on_host,
         device_update_bytes_per_s=device.updates.of(update),
     )
 
@@ -90,12 +105,13 @@ class Simulator:
     Args:
         costs: The step's.
         rates: The hardware's.
+        ranks: What ranks keep and tell each other; None where there is one.
     """
 
-    def __init__(self, costs: StepCosts, rates: LaneRates) -> None:
+    def __init__(self, costs: StepCosts, rates: LaneRates, ranks: RankCosts | None = None) -> None:
         self.costs = costs
         self.rates = rates
-        self._step = NumberedStep(costs, rates)
+        self._step = NumberedStep(costs, rates, ranks)
         self._known: dict[tuple[object, ...], StepTimes] = {}
 
     def times(self, placement: Placement) -> StepTimes:
@@ -137,24 +153,28 @@ class Simulator:
         for *again, _ in step.costs.segments({name: choice.policy for name, choice in choices.items()}):
             for forward, _ in again:
                 compute_s += step.least_s[forward][1]["recompute"]
-        for name, group, update in step.updates:
-            choice = choices[name]
+        between_ranks = 0.0
+        for name, choice in choices.items():
+            share, is_streamed = step.share_of(name, choice.weights), choice.weights in COMING
             if choice.site is Site.HOST:
-                updated += update
-                to_host += 0 if choice.weights is Weights.HOST else group.trained_bytes
-                to_device += group.trained_bytes if choice.weights is Weights.RESIDENT else 0
+                updated += update_bytes(share)
+                to_host += 0 if choice.weights is Weights.HOST else share.trained_bytes
+                to_device += share.trained_bytes if choice.weights is Weights.RESIDENT else 0
             else:
-                compute_s += update / rates.device_update_bytes_per_s
+                compute_s += update_bytes(share) / rates.device_update_bytes_per_s
             if choice.weights is Weights.STREAMED:
-                to_device += group.weight_bytes
+                to_device += share.weight_bytes
+            if isinstance(share, GroupShare) and share.trained_bytes:
+                between_ranks += share.reduce_s + (share.gather_s if is_streamed else 0.0)
         return max(
             compute_s,
             to_device / rates.to_device_bytes_per_s,
             to_host / rates.to_host_bytes_per_s,
             updated / rates.host_update_bytes_per_s,
+            between_ranks,
         )
 
 
-def simulate(costs: StepCosts, placement: Placement, rates: LaneRates) -> SimulatedStep:
+def simulate(costs: StepCosts, placement: Placement, rates: LaneRates, ranks: RankCosts | None = None) -> SimulatedStep:
     """The time of a step in steady state, and its timeline."""
-    return Simulator(costs, rates).step(placement)
+    return Simulator(costs, rates, ranks).step(placement)

@@ -12,7 +12,7 @@ import enum
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -33,6 +33,13 @@ class Lane(enum.StrEnum):
     TO_DEVICE = "to device"
     TO_HOST = "to host"
     HOST_UPDATE = "host update"
+    BETWEEN_RANKS = "between ranks"
+    """Collectives, where there are several ranks; one rank has no such lane, and is not shown one."""
+
+
+def lanes_that_work(busy: Collection[Lane]) -> tuple[Lane, ...]:
+    """The lanes that are shown, where these have work: all of one rank, and the one between ranks where it is among them."""
+    return tuple(lane for lane in Lane if lane is not Lane.BETWEEN_RANKS or lane in busy)
 
 
 class Reason(enum.StrEnum):
@@ -54,6 +61,10 @@ class Reason(enum.StrEnum):
     """Host to device: optimizer state that visits for its update."""
     PAGE_OUT = "page out"
     """Device to host: the same on its way home."""
+    GATHER = "gather"
+    """Between ranks: a group that is spread over them comes together in its window."""
+    SUM = "sum"
+    """Between ranks: gradients are added up, and each rank gets its part of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +157,11 @@ class Timeline:
     def steps(self) -> tuple[int, ...]:
         """The steps with at least one span, in order."""
         return tuple(sorted({span.step for span in self.spans}))
+
+    @property
+    def lanes(self) -> frozenset[Lane]:
+        """The lanes with at least one span."""
+        return frozenset(span.lane for span in self.spans)
 
     def exposed_copy_s(self) -> float:
         """Time in which compute stood still for a copy or an update: the copy time that was not hidden."""

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 
 from lowtide.plain_text import Plain
 from lowtide.planning.budget_curve import BudgetPoint
-from lowtide.planning.timeline import Lane, LaneSpan, ResidencySpan, Timeline
+from lowtide.planning.timeline import Lane, LaneSpan, ResidencySpan, Timeline, lanes_that_work
 from lowtide.report.plan_tables import milliseconds
 from lowtide.units import GiB, format_bytes, format_count
 
@@ -188,7 +188,7 @@ def gantt_data(timeline: Timeline, *, chunks: Sequence[str] = (), max_spans: int
         "end": _microseconds(end_s - start_s),
         "steps": [[step, _microseconds(begin_s - start_s)] for step, begin_s in shown.step_starts()],
         "residency": _residency(shown.residency, chunks, start_s, names),
-        "lanes": [_lane(lane, shown.spans, start_s, names) for lane in Lane],
+        "lanes": [_lane(lane, shown.spans, start_s, names) for lane in lanes_that_work(timeline.lanes)],
         "curve": [[_microseconds(time_s - start_s), held_bytes] for time_s, held_bytes in shown.device_chunk_bytes()],
         "names": list(names),
     }

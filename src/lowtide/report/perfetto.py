@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.plain_text import Plain
-from lowtide.planning.timeline import Lane, LaneSpan, Timeline
+from lowtide.planning.timeline import Lane, LaneSpan, Timeline, lanes_that_work
 
 _SESSION, _CHUNKS = 1, 2
 _STEPS_TRACK = 1
@@ -26,7 +26,9 @@ def to_perfetto(timeline: Timeline) -> dict[str, Plain]:
     device = "emulated device" if timeline.is_emulated else "device"
     events: list[Plain] = [
         *_named(
-            _SESSION, f"session ({device})", {_STEPS_TRACK: "steps"} | {t: lane for lane, t in _LANE_TRACKS.items()}
+            _SESSION,
+            f"session ({device})",
+            {_STEPS_TRACK: "steps"} | {_LANE_TRACKS[lane]: lane for lane in lanes_that_work(timeline.lanes)},
         ),
         *_step_events(timeline),
         *map(_lane_event, timeline.spans),

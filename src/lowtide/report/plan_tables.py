@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from lowtide.activations.policy import word_of_policy
 from lowtide.memory.groups import REST
@@ -15,9 +16,10 @@ from lowtide.planning.comparison import TimelineComparison
 from lowtide.planning.placement import is_trained
 from lowtide.planning.plan import GroupPlan, Schedule, Site, Weights
 from lowtide.planning.simulator import SimulatedStep
-from lowtide.planning.timeline import Lane
+from lowtide.planning.timeline import Lane, lanes_that_work
 from lowtide.report.table import Fill, Table, Tone, Value, bar, make_table, number, size, words
 from lowtide.runtime.plan_problem import PlannedStep
+from lowtide.runtime.rank_ways import RankedWay, RankPlans
 from lowtide.units import format_count, format_seconds
 
 _LAST_NUMBER = re.compile(r"(?P<before>.*?)(?P<number>\d+)(?P<after>\D*)")
@@ -26,7 +28,17 @@ LANE_NAMES: dict[str, str] = {
     Lane.TO_DEVICE: "copies to the device",
     Lane.TO_HOST: "copies to the host",
     Lane.HOST_UPDATE: "updates on the host",
+    Lane.BETWEEN_RANKS: "collectives between ranks",
 }
+
+
+_BOUND_BY: dict[str, str] = {
+    Lane.TO_DEVICE: "copies",
+    Lane.TO_HOST: "copies",
+    Lane.HOST_UPDATE: "updates",
+    Lane.BETWEEN_RANKS: "links",
+}
+"""Where there is little room; the others have short names."""
 
 
 def bound_words(simulated: SimulatedStep) -> str:
@@ -37,6 +49,11 @@ def bound_words(simulated: SimulatedStep) -> str:
 def milliseconds(seconds: float) -> str:
     """A step's time with three digits or more, so that steps that differ by a percent can be told apart."""
     return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
+
+
+def _seconds(seconds: float) -> str:
+    """The same in the width of a column among others."""
+    return milliseconds(seconds) if seconds < 10 else format_seconds(seconds)
 
 
 def budget_table(points: Sequence[BudgetPoint], num_tokens: int = 0) -> Table:
@@ -159,8 +176,9 @@ def placement_table(found: PlannedStep) -> Table:
 def lane_table(simulated: SimulatedStep) -> Table:
     """How long each lane works in a step, and how long the computation waits."""
     waits_s, step_s = simulated.timeline.exposed_copy_s(), simulated.step_s
+    working = {lane for lane in Lane if simulated.busy_s[lane]}
     rows = [
-        *((LANE_NAMES[lane], "kind-forward", simulated.busy_s[lane]) for lane in Lane),
+        *((LANE_NAMES[lane], "kind-forward", simulated.busy_s[lane]) for lane in lanes_that_work(working)),
         ("launches by the host", "plain", simulated.times.launch_s),
         ("the computation waits", "kind-waiting", waits_s),
     ]
@@ -172,6 +190,61 @@ def lane_table(simulated: SimulatedStep) -> Table:
         number("share", lambda row: f"{row[2] / step_s:.0%}" if step_s else ""),
         number("", lambda row: bar(row[1], min(1.0, row[2] / step_s) if step_s else 0.0)),
     )
+
+
+def ways_table(found: RankPlans) -> Table:
+    """The ways to train on several ranks, and what each takes of one of them."""
+    fastest, too_much = found.fastest, Value("too much", tone=Tone.BAD)
+    return make_table(
+        f"Ways to train on {found.num_ranks:,} ranks, each rank's share",
+        found.ways,
+        words("", lambda way: Value(way.way.name, tone=Tone.STRONG if way is fastest else Tone.PLAIN)),
+        number("device", lambda way: size(way.candidate.device_bytes, _tone(way.over_bytes)), "estimated"),
+        number("host", lambda way: size(way.candidate.host_bytes, _tone(way.host_over_bytes)), "estimated"),
+        number("sends", lambda way: size(way.link_bytes), "over links to other ranks, in a step"),
+        number("a step", lambda way: _seconds(way.step_s)),
+        *_tokens_of_all(found.ways),
+        words(
+            "bound by",
+            lambda way: _BOUND_BY.get(way.simulated.bound_by, way.simulated.bound_by) if way.fits else too_much,
+        ),
+    )
+
+
+def scaling_table(plans: Sequence[RankPlans]) -> Table:
+    """The fastest way that fits on fewer and on more ranks."""
+    rows = [(each.num_ranks, each.fastest) for each in plans]
+    alone = next((way.step_s for _, way in rows if way is not None), None)
+    return make_table(
+        "The fastest that fits, by the number of ranks",
+        rows,
+        number("ranks", lambda row: f"{row[0]:,}"),
+        words("", lambda row: Value("nothing fits", tone=Tone.BAD) if row[1] is None else row[1].way.name),
+        number("device", lambda row: "" if row[1] is None else size(row[1].candidate.device_bytes)),
+        number("host", lambda row: "" if row[1] is None else size(row[1].candidate.host_bytes)),
+        number("a step", lambda row: "" if row[1] is None else _seconds(row[1].step_s)),
+        *_tokens_of_all([way for _, way in rows], second=True),
+        number(
+            "each",
+            lambda row: "" if row[1] is None or alone is None else f"{alone / row[1].step_s:.0%}",
+            "speed of each rank, as a share of its speed on the fewest",
+        ),
+    )
+
+
+def _tokens_of_all(ways: Sequence[RankedWay | None], *, second: bool = False) -> tuple[Fill[Any], ...]:
+    """A column of tokens a second of all ranks together, where the batch has any."""
+
+    def cell(row: Any) -> str:
+        way = row[1] if second else row
+        return "" if way is None else format_count(round(way.tokens_per_s))
+
+    has_any = any(way is not None and way.tokens_per_s is not None for way in ways)
+    return (number("tokens/s", cell, "of all ranks"),) if has_any else ()
+
+
+def _tone(over_bytes: int) -> Tone:
+    return Tone.BAD if over_bytes else Tone.PLAIN
 
 
 def comparison_table(comparison: TimelineComparison) -> Table:

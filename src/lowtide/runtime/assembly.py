@@ -30,9 +30,12 @@ from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
 from lowtide.runtime.passes.activation_mover import ActivationMover
+from lowtide.runtime.passes.device_switch import DeviceSwitch
+from lowtide.runtime.passes.devices import DeviceSet
 from lowtide.runtime.passes.exchange import Averaged, Bucket, GradientAverage, SharedBuffers, WholeBucket
 from lowtide.runtime.passes.executor import CallWatch, Executor
 from lowtide.runtime.passes.forward import Gate, Window
+from lowtide.runtime.passes.replicas import ReplicatedCalls
 from lowtide.runtime.passes.spread import ChunkParts, PartBucket
 from lowtide.runtime.statistics.observer import StepObserver
 from lowtide.runtime.statistics.recording import Recorder
@@ -65,6 +68,8 @@ class SessionSetup:
     """Fill memory that holds nothing with NaN."""
     ranks: Ranks | None = None
     """The processes that train the model together; None for one."""
+    devices: DeviceSet | None = None
+    """The devices over which the model is replicated, behind `mover`; None for one."""
 
     @property
     def is_on_cuda(self) -> bool:
@@ -171,8 +176,9 @@ def make_executor(
     books: Books,
     clock_origin_s: float,
     observer: StepObserver | None,
+    switch: DeviceSwitch | None,
 ) -> Executor:
-    """The executor of the plan over these groups; `observer` watches its store."""
+    """The executor of the plan over these groups; `observer` watches its store, `switch` is between replicas' devices."""
     window_bytes = plan.budgets.window_bytes
     return Executor(
         groups,
@@ -190,6 +196,7 @@ def make_executor(
         clock_origin_s=clock_origin_s,
         average=None if setup.ranks is None else _make_average(setup, setup.ranks, groups),
         observer=observer,
+        switch=switch,
     )
 
 
@@ -290,7 +297,7 @@ def install_optimizer(
 class ModelCalls:
     """Goes around the calls of one model under one plan, from `enter` to `remove`: its windows call the executor's passes."""
 
-    def __init__(self, setup: SessionSetup, plan: Plan, executor: Executor) -> None:
+    def __init__(self, setup: SessionSetup, plan: Plan, executor: Executor, switch: DeviceSwitch | None) -> None:
         self._setup = setup
         self._plan = plan
         self._executor = executor
@@ -302,6 +309,10 @@ class ModelCalls:
         """Activation policies; None where all keep what they save."""
         self._tables: list[HostEmbedding] = []
         self._buffers: SharedBuffers | None = None
+        self._replicas: ReplicatedCalls | None = None
+        if switch is not None:
+            self._replicas = ReplicatedCalls(setup.model, executor, switch, self.root_window)
+            self.go_through(self._replicas.call)
 
     @property
     def root_window(self) -> Window | None:
@@ -334,6 +345,8 @@ class ModelCalls:
         """The modules are called as before; what was put in last goes first. Also after an `enter` that was refused."""
         if self._buffers is not None:
             self._buffers.remove()
+        if self._replicas is not None:
+            self._replicas.remove()
         if self._watch is not None:
             self._watch.remove()
         for window in self.windows:

@@ -6,7 +6,7 @@ import contextlib
 import numbers
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from lowtide import compat
 from lowtide.errors import ConfigError, HardwareError, SessionError, UnsupportedOptimizerError
 from lowtide.memory.chunk import Layout, lay_out
 from lowtide.memory.cuda_mover import CudaMover
@@ -31,8 +32,10 @@ from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.emulation.memory import TrackedMemory
 from lowtide.runtime.host_memory import state_bytes_per_parameter_byte
 from lowtide.runtime.parameters.binding import copy_values
+from lowtide.runtime.parameters.deferred_weights import DeferredWeights
 from lowtide.runtime.parameters.gradients import refuse_sparse_tables
 from lowtide.runtime.parameters.weight_file import WeightFile
+from lowtide.runtime.passes.devices import DeviceSet, make_devices
 from lowtide.runtime.passes.lock import refuse_parallel
 from lowtide.runtime.plan_run import PlanRun
 from lowtide.runtime.session import Management, ObjectsAside, Session, refuse_managed
@@ -43,6 +46,7 @@ from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from lowtide.distributed.ranks import Ranks
 
@@ -55,13 +59,14 @@ def manage(
     plan: Plan | StaticPartition | WarmUp,
     *,
     device: torch.device | str | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | DeferredWeights | None = None,
     max_grad_norm: float | None = None,
     precision: str | None = None,
     moments: str = "fp32",
     seed: int = 0,
     poison: bool | None = None,
-    ranks: ProcessGroup | None = None,
+    ranks: ProcessGroup | DeviceMesh | None = None,
+    replicas: int | Sequence[torch.device | str] | None = None,
 ) -> Session:
     """Carry out a plan: spread the model's weights, gradients and optimizer state over device and host.
 
@@ -75,7 +80,8 @@ def manage(
         plan: Made for this model, for example by `make_plan`; or how one is to be made: a `StaticPartition` at once, a
             `WarmUp` after one observed training step.
         device: A CUDA device; "cpu" emulates one in host memory. By default the current CUDA device, if there is one.
-        weights: A safetensors file, or a folder of them, to fill a model on meta from, group by group.
+        weights: To fill a model on meta from, group by group: a safetensors file, a folder of them, or the `deferred_weights` under
+            which it was built.
         max_grad_norm: Clip the gradients by their global norm in each `optimizer.step()`.
         precision: "fp32", "bf16 exact", "bf16 stochastic", "bf16 nearest" or "fp16 exact": how updates are rounded to the weights,
             in Lowtide's own kernels. None leaves all arithmetic to the optimizer's own.
@@ -83,8 +89,11 @@ def manage(
             `lowtide.optim.Adafactor` are fp32 whatever this is.
         seed: The seed of stochastic rounding.
         poison: Fill unused memory with NaN, so that a fault shows. By default on an emulated device only.
-        ranks: The process group of several processes that call this alike, such as `torch.distributed.group.WORLD`: each has the
-            whole model, and gradients are averaged over all of them before they are used.
+        ranks: The process group of several processes that call this alike, such as `torch.distributed.group.WORLD`; or a
+            DeviceMesh, whose last dimension is the ranks that share the weights. Gradients are averaged over all of them before
+            they are used. Each has the whole model, unless the plan has `sharding`.
+        replicas: Split each batch over several devices of this process: their number, or CUDA devices of which the first is
+            `device`. Each has the budget that the plan gives the device.
 
     Raises:
         PlanError: The plan is for another model, or its budgets cannot hold the largest group. A `WarmUp` also
@@ -110,14 +119,23 @@ def manage(
         moments=moments,
         seed=seed,
         poison=poison,
+        replicas=None if replicas == 1 else replicas,
     )
     if ranks is None:
         return make(ranks=None)
+    if replicas is not None:
+        raise ConfigError(
+            f"replicas={replicas!r} is for one process, and ranks= for several, each with a device of its own; give one of them",
+            key="replicas",
+        )
     # Here: one process does without it.
+    from lowtide.distributed.ranks import group_of
     from lowtide.runtime.agreement import manage_alike
 
+    shards = plan.sharding.shards if isinstance(plan, Plan) and plan.sharding is not None else 1
     settings = {"precision": precision, "moments": moments, "max_grad_norm": max_grad_norm, "seed": seed}
-    return manage_alike(ranks, _device(device), model, optimizer, plan, settings, lambda joined: make(ranks=joined))
+    group = group_of(ranks, shards)
+    return manage_alike(group, _device(device), model, optimizer, plan, settings, lambda joined: make(ranks=joined))
 
 
 def _manage(
@@ -126,13 +144,14 @@ def _manage(
     plan: Plan | StaticPartition | WarmUp,
     *,
     device: torch.device | str | None,
-    weights: str | Path | None,
+    weights: str | Path | DeferredWeights | None,
     max_grad_norm: float | None,
     precision: str | None,
     moments: str,
     seed: int,
     poison: bool | None,
     ranks: Ranks | None,
+    replicas: int | Sequence[torch.device | str] | None,
 ) -> Session:
     if optimizer is not None:
         optimizer = unwrapped(optimizer, getattr(plan, "schedule", None))
@@ -152,11 +171,17 @@ def _manage(
         chunk_bytes=plan.chunk_bytes if isinstance(plan, Plan) else None,
         shards=1 if sharding is None else sharding.shards,
     )
-    target = _device(device)
     if sharding is not None and optimizer is not None and optimizer.state:
         raise SessionError(
             f"the {type(optimizer).__name__} has state of {len(optimizer.state)} parameters, and the plan spreads state over "
             f"{sharding.shards} ranks; manage a new optimizer, and load the state from a checkpoint with lowtide.load"
+        )
+    target = _device(replicas[0] if device is None and isinstance(replicas, Sequence) and replicas else device)
+    if replicas is not None and isinstance(plan, WarmUp):
+        raise ConfigError(
+            f"replicas={replicas!r} with a WarmUp: its observed step would be that of one device; give a plan of make_plan, or a "
+            "StaticPartition",
+            key="replicas",
         )
     _require_own_parameters(model, optimizer)
     _warn_of_unmanaged(model, optimizer)
@@ -188,23 +213,23 @@ def _manage(
         if target.type == "cuda" and plans is None:
             _warn_of_slow_updates(layout, plan, optimizer)
     _require_values(model, weights)
-    tracked = (
-        None
-        if target.type == "cuda"
-        else TrackedMemory(plan.budgets.device_bytes, owner=f"the session of a {type(model).__name__}")
-    )
+    owner = f"the session of a {type(model).__name__}"
     # Gradients of one group may wait on the device for their copies while the next group computes.
     kept_bytes = max((group.nbytes for group in layout.groups), default=0)
-    mover: GradientCarrier = (
-        EmulatedMover(max_kept_bytes=kept_bytes)
-        if tracked is not None
-        else CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison))
-    )
+    devices: DeviceSet | None = None
+    mover: GradientCarrier
+    if replicas is not None:
+        devices = make_devices(replicas, target, plan, owner=owner, poison=bool(poison), kept_bytes=kept_bytes)
+        mover, tracked = devices.mover, devices.devices[0].tracked
+    elif target.type == "cuda":
+        mover, tracked = CudaMover(target, max_kept_bytes=kept_bytes, poison=bool(poison)), None
+    else:
+        mover, tracked = EmulatedMover(max_kept_bytes=kept_bytes), TrackedMemory(plan.budgets.device_bytes, owner=owner)
     # Before the session's own objects are made, which must remain collectable.
     aside = ObjectsAside() if target.type == "cuda" else None
-    file = None if weights is None else WeightFile(weights)
-    if file is not None:
-        file.check(model)
+    source = weights if weights is None or isinstance(weights, DeferredWeights) else WeightFile(weights)
+    if source is not None:
+        source.check(model)
     observer = None
     if plans is not None:
         observer = StepObserver(CudaGauge(target) if tracked is None else TrackedGauge(tracked), plans.config.monitor)
@@ -218,6 +243,7 @@ def _manage(
         numerics=numerics,
         poison=poison if poison is not None else tracked is not None,
         ranks=ranks,
+        devices=devices,
     )
     # If anything below fails, these go back to meta.
     empty = [*_empty_tensors(model)]
@@ -226,10 +252,10 @@ def _manage(
         if aside is not None:
             undo.callback(aside.bring_back)
         undo.callback(_empty_again, empty)
-        plan_run = PlanRun(setup, plan, fill=copy_values if file is None else file.fill, observer=observer)
+        plan_run = PlanRun(setup, plan, fill=copy_values if source is None else source.fill, observer=observer)
         undo.callback(lambda: (plan_run if management is None else management).close())
         _warn_of_caches(plan_run)  # raises, if the user has made warnings errors
-        _place_the_rest(model, target, file, plan_run.moved_along)
+        _place_the_rest(model, target, source, plan_run.moved_along)
         if tracked is not None:
             for tensor in (*model.buffers(), *_parameters_in(plan_run.moved_along)):
                 tracked.include(tensor)
@@ -261,7 +287,7 @@ def _empty_again(tensors: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> None
         if isinstance(tensor, nn.Parameter):
             if not tensor.is_meta:
                 empty = nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, empty)
+                compat.exchange_contents(tensor, empty)
         else:
             module._buffers[name] = tensor
 
@@ -459,12 +485,12 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_any_cuda else target
 
 
-def _require_values(model: nn.Module, weights: str | Path | None) -> None:
+def _require_values(model: nn.Module, weights: str | Path | DeferredWeights | None) -> None:
     empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if empty and weights is None:
         raise SessionError(
             f"{len(empty)} parameters are on the meta device and have no values, the first is {empty[0]}; give "
-            "weights=FILE_OR_FOLDER of safetensors, or build the model on the CPU"
+            "weights=FILE_OR_FOLDER of safetensors or the deferred_weights() that it was built under, or build the model on the CPU"
         )
 
 
@@ -477,13 +503,15 @@ def _parameters_in(moved: list[tuple[nn.Module, str, torch.device]]) -> list[nn.
 def _place_the_rest(
     model: nn.Module,
     target: torch.device,
-    file: WeightFile | None,
+    source: WeightFile | DeferredWeights | None,
     moved: list[tuple[nn.Module, str, torch.device]],
 ) -> None:
     """Move buffers and unmanaged parameters to the device as a whole; `moved` collects where they were before."""
     named = dict(model.named_parameters())
     for name, _ in unmanaged_parameters(model):
         if name in named:
+            if named[name].is_meta and isinstance(source, DeferredWeights):
+                source.materialize_one(name, named[name])
             path, _, last = name.rpartition(".")
             moved.append((model.get_submodule(path), last, named[name].device))
             named[name].data = named[name].data.to(target)
@@ -493,12 +521,12 @@ def _place_the_rest(
                 continue
             full_name = f"{path}.{name}" if path else name
             if buffer.is_meta:
-                if file is None or full_name not in file:
+                if not isinstance(source, WeightFile) or full_name not in source:
                     raise SessionError(
                         f"buffer {full_name} is on the meta device and no weight file has it; build the model so that "
                         "only parameters are on meta, or set the buffer before you manage the model"
                     )
-                module._buffers[name] = file.tensor(full_name).to(target)
+                module._buffers[name] = source.tensor(full_name).to(target)
             else:
                 moved.append((module, name, buffer.device))
                 module._buffers[name] = buffer.to(target)

@@ -27,7 +27,7 @@ from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.lanes import GroupChoice, LaneRates
 from lowtide.planning.placement import assemble, can_stay_on_host
-from lowtide.planning.plan import Budgets, Plan, Schedule, Site, Weights
+from lowtide.planning.plan import Budgets, Plan, Schedule, Sharding, Site, Weights
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import SimulatedStep, lane_rates
 from lowtide.planning.step_costs import StepCosts, probe_policies, read_costs
@@ -423,23 +423,7 @@ class PlanProblem:
         return lane_rates(self.hardware, update_kind(self.numerics, self.hardware))
 
     def _plan_of(self, candidate: Candidate, limits: Limits) -> Plan:
-        placement = candidate.placement
-        choices = placement.groups
-        least = self._any_search.estimate.window_bytes(choices, placement.prefetch_depth)
-        return assemble(
-            self.layout,
-            weights={name: choice.weights for name, choice in choices.items()},
-            sites={chunk.name: choices[chunk.group].site for chunk in self.layout.chunks},
-            schedule=limits.schedule,
-            prefetch_depth=placement.prefetch_depth,
-            activations={name: policy_of(choice.policy) for name, choice in choices.items()},
-            budgets=Budgets(
-                device_bytes=limits.device_bytes,
-                host_bytes=limits.host_bytes,
-                pinned_bytes=limits.pinned_bytes,
-                window_bytes=placement.window_bytes if placement.window_bytes > least else None,
-            ),
-        )
+        return plan_of(candidate, self._any_search, limits)
 
     def fits(self, replayed: StepTrace, limits: Limits) -> bool:
         """Whether a replayed step is inside every budget."""
@@ -450,6 +434,28 @@ class PlanProblem:
             and replayed.host_bytes <= limits.host_bytes
             and replayed.pinned_bytes <= limits.pinned_bytes
         )
+
+
+def plan_of(candidate: Candidate, search: Search, limits: Limits, sharding: Sharding | None = None) -> Plan:
+    """A candidate's plan, for the layout that was searched."""
+    placement = candidate.placement
+    choices = placement.groups
+    least = search.estimate.window_bytes(choices, placement.prefetch_depth)
+    return assemble(
+        search.layout,
+        weights={name: choice.weights for name, choice in choices.items()},
+        sites={chunk.name: choices[chunk.group].site for chunk in search.layout.chunks},
+        schedule=limits.schedule,
+        prefetch_depth=placement.prefetch_depth,
+        activations={name: policy_of(choice.policy) for name, choice in choices.items()},
+        budgets=Budgets(
+            device_bytes=limits.device_bytes,
+            host_bytes=limits.host_bytes,
+            pinned_bytes=limits.pinned_bytes,
+            window_bytes=placement.window_bytes if placement.window_bytes > least else None,
+        ),
+        sharding=sharding,
+    )
 
 
 def smallest(search: Search, limits: Limits) -> Candidate:

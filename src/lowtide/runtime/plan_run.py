@@ -42,6 +42,7 @@ from lowtide.runtime.parameters.binding import Binder, Fill, copy_values, move_p
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, chunks_in
 from lowtide.runtime.parameters.pending import Changes, ReadingSave
 from lowtide.runtime.parameters.pieces import Values, copied, cut, cut_state, whole_values
+from lowtide.runtime.passes.device_switch import DeviceSwitch
 from lowtide.runtime.passes.executor import Executor, host_gradients
 from lowtide.runtime.passes.lock import Process
 from lowtide.runtime.statistics.observer import StepObserver
@@ -107,6 +108,9 @@ class PlanRun:
         """Buffers and unmanaged parameters, and where they were before: `close` takes them back."""
         self._tiers, self._pool = self._take_host(need)
         self._books: Books = setup.tracked if setup.tracked is not None else self._tiers.device
+        if setup.devices is not None:
+            self._books = setup.devices.books(self._books)
+        self._switch: DeviceSwitch | None = None
         self._managed: ManagedOptimizer | None = None
         with contextlib.ExitStack() as undo:
             # Where anything below is refused, the model is as it was.
@@ -115,10 +119,13 @@ class PlanRun:
             if handed_over is None:
                 undo.callback(bring_state_to_parameters, setup.optimizer)
             self._bind(fill, undo)
+            if setup.devices is not None:
+                self._switch = DeviceSwitch(setup.devices, setup.model, self._groups.values(), setup.mark_device_buffer)
+                undo.callback(self._release_devices)
             self._executor = self._make_executor()
             undo.callback(self._executor.stop)
             self._executor.start()
-            self.calls = ModelCalls(setup, plan, self._executor)
+            self.calls = ModelCalls(setup, plan, self._executor, self._switch)
             undo.callback(self._release_optimizer)
             self._managed = self._install_optimizer()
             undo.callback(self.calls.remove)
@@ -152,6 +159,7 @@ class PlanRun:
             need=self._tiers.need,
             peak=self.peak,
             applied=self.calls.applied,
+            switch=self._switch,
         )
 
     def keep(self) -> None:
@@ -483,6 +491,7 @@ class PlanRun:
         if self.setup.tracked is not None:
             # Before the parameters get memory of their own: that is no longer the session's.
             self.setup.tracked.stop()
+        self._release_devices()
         try:
             self._give_back_spread(is_lost=(raised or error) is not None)
         except Exception as failed:
@@ -524,6 +533,7 @@ class PlanRun:
         if self.setup.tracked is not None:
             # What the next plan run makes is counted by itself.
             self.setup.tracked.stop()
+        self._release_devices()
         forget_device_memory(self._groups.values(), self._books)
         self._pool.close()
         return HandOver(
@@ -589,6 +599,12 @@ class PlanRun:
         for managed, values in whole_values(groups, values_of, is_for_all=True):
             if values.state is not None:
                 optimizer.state[managed.parameter] = values.state
+
+    def _release_devices(self) -> None:
+        if self.setup.devices is not None:
+            self.setup.devices.stop()
+        if self._switch is not None:
+            self._switch.release()
 
     def _release_optimizer(self) -> None:
         if self._managed is not None:
@@ -670,9 +686,12 @@ class PlanRun:
             books=self._books,
             clock_origin_s=self._clock_origin_s,
             observer=self._observer,
+            switch=self._switch,
         )
         if setup.tracked is not None:
             setup.tracked.count_steps(executor.part_of_step)
+        if setup.devices is not None:
+            setup.devices.start(executor.part_of_step)
         if handed_over is not None:
             for chunk in chunks_in(self._groups.values()):
                 chunk.count_on_from(handed_over.num_fetches[chunk.spec.name])

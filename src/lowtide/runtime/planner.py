@@ -23,6 +23,7 @@ from lowtide.planning.plan import Plan, Schedule, Site, word_of
 from lowtide.planning.search import Limits
 from lowtide.planning.step_costs import POLICIES
 from lowtide.runtime.manage import manage
+from lowtide.runtime.parameters.deferred_weights import DeferredWeights
 from lowtide.runtime.plan_problem import ALLOWED, MARGIN, PlannedStep, PlanProblem, usable_bytes
 from lowtide.runtime.prediction.trace import Optimizer
 from lowtide.runtime.session import Session
@@ -178,7 +179,7 @@ def prepare(
     moments: str = "fp32",
     schedule: Schedule | str = Schedule.DEFERRED,
     max_grad_norm: float | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | DeferredWeights | None = None,
     seed: int = 0,
     allow: Iterable[str] = (),
     loss: Loss | None = None,

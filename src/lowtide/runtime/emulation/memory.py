@@ -84,6 +84,7 @@ class TrackedMemory:
         self._owner = owner
         self._part_of_step: weakref.WeakMethod[Callable[[], str | None]] | None = None
         self._device: EmulatedDevice | None = None
+        self._is_paused = False
         self._lives: dict[int, _Life] = {}
         # Storages die in any thread and at any time, in the middle of a sum too: the callback only appends, which is
         # atomic, and whoever counts next settles.
@@ -137,6 +138,14 @@ class TrackedMemory:
         """
         # Weak: the tracker may outlive the session, and must not keep it.
         self._part_of_step = weakref.WeakMethod(part_of_step)
+
+    def pause(self) -> None:
+        """See no operators until `resume`: they run on another device. Storages on the books still leave them when they die."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """See operators again."""
+        self._is_paused = False
 
     def stop(self) -> None:
         """See no more operators; storages on the books still leave them when they die. May be repeated."""
@@ -230,6 +239,8 @@ class TrackedMemory:
         Then its results are off the books, and whoever called must free them. Memory that is there to stay, an
         argument that has grown or a batch, stays on the books; a batch that does not fit by itself was not brought.
         """
+        if self._is_paused:
+            return None
         with self._lock:
             self._settle()
             before_bytes = self._current_bytes

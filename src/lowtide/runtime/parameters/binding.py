@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from lowtide import compat
 from lowtide.errors import SessionError
 from lowtide.memory.chunk import Chunk, ChunkSpec, ChunkState, GroupSpec, Layout, ParameterSpec, StoredGroup, view_of
 from lowtide.memory.mover import Mover
@@ -239,7 +240,7 @@ def _empty(spec: ParameterSpec, home: torch.Tensor) -> torch.Tensor:
 def _give_data(parameter: nn.Parameter, home: torch.Tensor) -> None:
     if parameter.is_meta:
         # The object stays the user's; a meta tensor cannot be given real data.
-        torch.utils.swap_tensors(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
+        compat.exchange_contents(parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
     else:
         parameter.data = home
 

@@ -92,6 +92,8 @@ class ManagedParameter:
         """The gradient that goes to the host; None where the device updates the parameter."""
         self.has_gradient = False
         """Whether this backward brought a gradient, which neither an update nor the user has yet."""
+        self.is_gradient_awaited = False
+        """Whether another one comes, from the next part of this backward."""
         self.is_hook_awaited = False
         """Whether hooks of the user's on the gradient are still to run in this backward; they may write to the weights."""
         self.is_written_in_backward = False
@@ -180,7 +182,11 @@ class ManagedParameter:
                     torch.empty_strided(self.spec.shape, self.spec.stride, dtype=self.spec.dtype, device="meta"),
                     requires_grad=self.parameter.requires_grad,
                 )
-                torch.utils.swap_tensors(self.parameter, empty)
+                try:
+                    compat.exchange_contents(self.parameter, empty)
+                except RuntimeError:  # a graph that is alive has it
+                    nan = torch.full((), torch.nan, dtype=self.spec.dtype, device="cpu")
+                    self.parameter.data = nan.expand(self.spec.shape)
             else:
                 self.parameter.data = value
         self.leaf.grad = None
@@ -201,6 +207,12 @@ class ManagedParameter:
     def forget_device(self) -> None:
         """The chunk has given up its memory on the device."""
         self.device_view = self.chunk.device
+
+    def use_device_view(self, device_view: torch.Tensor, *, is_home: bool) -> None:
+        """The session goes on on another device, where the parameter is here. A resident parameter has its home there."""
+        self.device_view = device_view
+        if is_home:
+            self.set_home(device_view)
 
     def set_home(self, home: torch.Tensor) -> None:
         """The parameter's home is this memory: the device's for a resident one, else the host's."""
@@ -229,7 +241,7 @@ class ManagedParameter:
 
         Where its gradients are averaged over ranks, the sum with older ones is made on the device, by all ranks alike.
         """
-        self.has_gradient = False
+        self.has_gradient = self.is_gradient_awaited = False
         has_other_hooks = self._hook is not None and compat.make_last_gradient_hook(self.parameter, self._hook)
         self._is_hooked = has_other_hooks or (not is_resident and compat.has_gradient_hooks(self.parameter))
         self.is_hook_awaited = self._is_hooked
@@ -269,8 +281,14 @@ class ManagedParameter:
 
     def mark_gradient(self) -> bool:
         """The gradient of this backward is complete. Returns whether this is the first time."""
-        was_missing, self.has_gradient = not self.has_gradient, True
+        was_missing = self.is_gradient_awaited or not self.has_gradient
+        self.has_gradient, self.is_gradient_awaited = True, False
         return was_missing
+
+    def await_gradient(self) -> None:
+        """Another part of this backward may bring a gradient too, and hooks of the user's on it."""
+        self.is_gradient_awaited = True
+        self.is_hook_awaited = self._is_hooked
 
     def forget_gradient(self) -> None:
         """The gradient was used up, or shown to the user."""
@@ -385,6 +403,15 @@ class ManagedGroup:
                     self.awaits_hooks = True
                 if managed.parameter.requires_grad:
                     self._num_missing[managed.chunk.spec.name] += 1
+
+    def await_gradients(self) -> None:
+        """Another part of this backward follows: a chunk is complete when that has brought its gradients too."""
+        self._num_missing = dict.fromkeys(self._members_in, 0)
+        for managed in self.members:
+            managed.await_gradient()
+            if managed.parameter.requires_grad:
+                self._num_missing[managed.chunk.spec.name] += 1
+        self.awaits_hooks = any(managed.is_hook_awaited for managed in self.members)
 
     def count_gradient(self, managed: ManagedParameter) -> bool:
         """The parameter's gradient of this backward is complete. Returns whether all gradients of its chunk are."""

@@ -33,6 +33,7 @@ from lowtide.planning.plan import Schedule
 from lowtide.runtime.parameters.gradients import GradientSink, refuse_sparse_gradient
 from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter, chunks_in, members_of
 from lowtide.runtime.parameters.residency import Residency
+from lowtide.runtime.passes.device_switch import DeviceSwitch
 from lowtide.runtime.passes.exchange import Averaged, GradientAverage
 from lowtide.runtime.passes.forward import Visit, Window
 from lowtide.runtime.passes.lock import (
@@ -92,6 +93,7 @@ class BackwardPass:
         average: Averages the gradients over several ranks; None where there is one.
         observer: Asked at each opening and closing of a window; None costs nothing.
         lock: Shared with the forward pass.
+        switch: Between the devices of a replicated model; None where there is one.
     """
 
     def __init__(
@@ -109,7 +111,13 @@ class BackwardPass:
         average: GradientAverage | None,
         observer: StepObserver | None,
         lock: SessionLock,
+        switch: DeviceSwitch | None = None,
     ) -> None:
+        self._switch = switch
+        self._whole: int | None = None
+        """The backward of which the present one is a part, on one of several devices."""
+        self._has_more_parts = False
+        """Whether another part follows, so that no gradient is complete."""
         self._lost_step = lost_step
         self._average = average
         self._finisher = finisher
@@ -135,6 +143,11 @@ class BackwardPass:
     def is_under_way(self) -> bool:
         """Whether a backward has begun and not ended, well or not."""
         return bool(self._tasks)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the session has ended."""
+        return self._is_stopped
 
     def watch_gradients(self) -> None:
         """Hook the parameters whose gradients are not simply left to autograd: `_on_gradient` is called when one is complete."""
@@ -209,7 +222,7 @@ class BackwardPass:
             task.enter(group)
         visit.is_open = True
         task.open_visits.append(visit)
-        if self._finisher is not None and self._updates_in_backward:
+        if self._finisher is not None and self._updates_in_backward and not self._has_more_parts:
             self._finisher.prefetch(window.groups)
         self._visit_started[id(visit)] = self._mover.now()
         if self._observer is not None:
@@ -245,12 +258,14 @@ class BackwardPass:
 
     def _stays_open(self, group: ManagedGroup) -> bool:
         """Whether something comes with the group's last gradients that needs its weights on the device."""
+        if self._has_more_parts:
+            return group.awaits_hooks
         return group.awaits_hooks or (self._updates_in_backward and group.awaits_update_on_device())
 
     def close_late(self) -> None:
         """A checkpoint calls modules again in this backward: groups that stayed open for a last gradient have had it."""
         for task in self._tasks.values():
-            if task.number == compat.backward_number():
+            if task.number == self._number():
                 self._close_late(task)
 
     def _close_late(self, task: BackwardTask) -> None:
@@ -398,8 +413,12 @@ class BackwardPass:
 
     # -- one backward --------------------------------------------------------------------------------------------------
 
+    def _number(self) -> int | None:
+        """The backward that runs; the parts of one count as the whole."""
+        return compat.backward_number() if self._whole is None else self._whole
+
     def _current_task(self, gradient: torch.Tensor | None) -> BackwardTask:
-        number = compat.backward_number()
+        number = self._number()
         assert number is not None
         task = self._tasks.get(number)
         if task is None:
@@ -451,6 +470,34 @@ class BackwardPass:
         self._recorder.phases.backward_ends(number)
         HELD_INTERRUPTS.restore_handler()
 
+    # -- parts of a backward, on several devices -----------------------------------------------------------------------
+
+    @locked
+    def begin_part(self, *, has_more: bool) -> None:
+        """A part of the running backward begins, as a backward of its own. Gradients are complete with the last part."""
+        if self._whole is None:
+            self._whole = compat.backward_number()
+        task = self._tasks.get(self._whole) if self._whole is not None else None
+        if self._has_more_parts and task is not None:
+            for group in task.groups.values():
+                group.await_gradients()
+        self._has_more_parts = has_more
+
+    @locked
+    def end_part(self) -> None:
+        """It has run: close its groups, which the next part opens on another device."""
+        task = self._tasks.get(self._whole) if self._whole is not None else None
+        if task is None:
+            return  # weights that are left to autograd
+        for visit in list(task.open_visits):
+            self._end_visit(task, visit)
+        self._close_late(task)
+        self._gradients.send()
+
+    def end_parts(self) -> None:
+        """All parts have run, or one has raised."""
+        self._whole, self._has_more_parts = None, False
+
     def _task_around(self, task: BackwardTask) -> BackwardTask | None:
         """The backward in which this one ran, as a checkpoint's with use_reentrant=True does: gradients of this one may wait for
         it, before they are sent to the other ranks. None for one process.
@@ -498,6 +545,8 @@ class BackwardPass:
         if self._finisher is not None:
             self._finisher.updater.optimizer.dismiss()
         self._tasks.clear()
+        if self._switch is not None:
+            self._switch.return_home()
         self._lock.put_in_order()
 
     def lose_step(self, moved: Iterable[ManagedGroup], where: str = "the backward of this step") -> None:
@@ -568,7 +617,7 @@ class BackwardPass:
         self._lock.refuse_beside("a backward")
 
     def _finish(self, group: ManagedGroup, task: BackwardTask, *, is_last: bool) -> None:
-        if self._finisher is not None and self._updates_in_backward:
+        if self._finisher is not None and self._updates_in_backward and not self._has_more_parts:
             self._finisher.finish(group, task.number, is_last=is_last)
 
     def _is_dropped(self, parameter: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ from lowtide.runtime.parameters.group import ManagedGroup, ManagedParameter
 from lowtide.runtime.parameters.pending import ReadingSave, SaveGuard
 from lowtide.runtime.parameters.residency import ManagedResidency
 from lowtide.runtime.passes.backward import BackwardPass
+from lowtide.runtime.passes.device_switch import DeviceSwitch
 from lowtide.runtime.passes.exchange import GradientAverage
 from lowtide.runtime.passes.forward import ForwardPass, Gate, Window, make_windows
 from lowtide.runtime.passes.lock import LostStep, Process, SessionLock, locked
@@ -48,6 +49,7 @@ class Executor:
         clock_origin_s: `perf_counter` at the mover's start, so that the host's spans share its clock.
         average: Averages gradients over several ranks; None where there is one.
         observer: Asked at each opening and closing of a window.
+        switch: Between the devices of a replicated model; None where there is one.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Executor:
         clock_origin_s: float,
         average: GradientAverage | None,
         observer: StepObserver | None,
+        switch: DeviceSwitch | None = None,
     ) -> None:
         self.average = average
         self.mover = mover
@@ -121,6 +124,7 @@ class Executor:
             average=average,
             observer=observer,
             lock=self._lock,
+            switch=switch,
         )
         self.forward = ForwardPass(
             self.residency,

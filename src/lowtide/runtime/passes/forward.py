@@ -23,7 +23,7 @@ the second call's graph is never run.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -393,6 +393,7 @@ class ForwardPass:
         self._lock = lock
         self._running: list[Call] = []
         self._orders: dict[tuple[bool, bool], AccessOrder] = {}
+        self._is_later_part = False
         self._used: set[str] | None = None
         """Groups that this forward has used so far; None unless the whole model was called to be trained."""
         self.was_called = False
@@ -414,7 +415,7 @@ class ForwardPass:
             self._backward.check_broken()
             self._worker.check()
             self._gradient_watch.check(waits=False)
-            if window.path == "" and not window.is_given:
+            if window.path == "" and not window.is_given and not self._is_later_part:
                 self._begin_cycle(window)
             self._recorder.phases.enter("forward")
         elif is_in_backward:
@@ -446,6 +447,15 @@ class ForwardPass:
             finally:
                 self._leave(call)
         call.is_over = True
+
+    @contextlib.contextmanager
+    def later_part(self) -> Iterator[None]:
+        """A context in which the model is called for another part of the same batch, on another device."""
+        self._is_later_part = True
+        try:
+            yield
+        finally:
+            self._is_later_part = False
 
     def forget_calls(self) -> None:
         """The session ends, or starts afresh: calls that are under way will find nothing to close."""

@@ -60,9 +60,14 @@ class ChunkParts:
         sharing = self.spread.sharing
         if self.collective is Collective.GATHER:
             return self._mover.exchange(
-                lambda: sharing.begin_gather(device, device[self.begin : self.end]), [mine.ended]
+                lambda: sharing.begin_gather(
+                    device, device[self.begin : self.end], f"the weights of chunk {self.name}"
+                ),
+                [mine.ended],
             )
-        return self._mover.exchange(lambda: sharing.begin_send(device, self.owner), [mine.ended])
+        return self._mover.exchange(
+            lambda: sharing.begin_send(device, self.owner, f"the weights of chunk {self.name}"), [mine.ended]
+        )
 
 
 class PartBucket:
@@ -110,7 +115,7 @@ class PartBucket:
     def send(self, ranks: Ranks, device: torch.device) -> None:
         """Take the gradients from the parameters, and begin to add them up."""
         self.is_sent = True
-        sharing = self._parts.spread.sharing
+        sharing, what = self._parts.spread.sharing, f"the gradients of chunk {self._parts.name}"
         with compat.without_torch_function(), torch.no_grad():
             first = self.members[0].parameter
             # What lies between the pieces is padding, which is sent and never read.
@@ -131,11 +136,14 @@ class PartBucket:
             if self._parts.collective is Collective.GATHER:
                 rows[:, self._part_size : self._part_size + len(self.members)] = held
                 self._mine = torch.empty(self._shape[1], dtype=first.dtype, device=device)
-                self._under_way = [sharing.begin_scatter(_real(self._mine), _real(rows.view(-1)))]
+                self._under_way = [sharing.begin_scatter(_real(self._mine), _real(rows.view(-1)), what)]
             else:
                 self._mine, self._held = rows[0], held
                 owner = self._parts.owner
-                self._under_way = [sharing.begin_sum_at(_real(self._mine), owner), ranks.begin_sum(_real(held))]
+                self._under_way = [
+                    sharing.begin_sum_at(_real(self._mine), owner, what),
+                    ranks.begin_sum(_real(held), what),
+                ]
 
     def arrived(self) -> Iterator[tuple[Averaged, torch.Tensor]]:
         """Wait for the sums. Returns each parameter that has a gradient on some rank, with this rank's piece of the average."""

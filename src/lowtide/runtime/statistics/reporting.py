@@ -17,9 +17,17 @@ from lowtide.planning.timeline import Timeline
 from lowtide.runtime.assembly import SessionSetup
 from lowtide.runtime.host_memory import HostNeed, HostPool, Tiers
 from lowtide.runtime.parameters.group import ManagedGroup, chunks_in
+from lowtide.runtime.passes.device_switch import DeviceSwitch
 from lowtide.runtime.statistics.observer import Gauge
 from lowtide.runtime.statistics.recording import Recorder, is_resident
-from lowtide.runtime.statistics.session_stats import CacheRow, ChunkRow, RanksRow, SessionStats, TierRow
+from lowtide.runtime.statistics.session_stats import (
+    CacheRow,
+    ChunkRow,
+    RanksRow,
+    ReplicaRow,
+    SessionStats,
+    TierRow,
+)
 
 
 class DevicePeak:
@@ -144,6 +152,8 @@ class Reporter:
     peak: DevicePeak
     applied: Applied | None
     """Activation policies; None where all keep what they save."""
+    switch: DeviceSwitch | None
+    """Between the devices of a replicated model; None where there is one."""
 
     @property
     def num_steps(self) -> int:
@@ -174,6 +184,7 @@ class Reporter:
             is_emulated=self.setup.tracked is not None,
             activations=None if self.applied is None else self.applied.stats(),
             ranks=None if self.setup.ranks is None else _ranks_row(self.setup.ranks),
+            replicas=() if self.switch is None else _replica_rows(self.switch),
         )
 
     def device_peak_bytes(self) -> int:
@@ -190,6 +201,18 @@ class Reporter:
             pinned=self.tiers.pinned,
             host_predicted_bytes=self.need.everything_bytes,
         )
+
+
+def _replica_rows(switch: DeviceSwitch) -> tuple[ReplicaRow, ...]:
+    return tuple(
+        ReplicaRow(
+            device=device.name,
+            peak_bytes=device.peak_bytes,
+            budget_bytes=device.budget_bytes,
+            copied_bytes=copied_bytes,
+        )
+        for device, copied_bytes in zip(switch.devices.devices, switch.copied_bytes, strict=True)
+    )
 
 
 def _ranks_row(ranks: Ranks) -> RanksRow:

@@ -154,6 +154,18 @@ class RanksRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRow:
+    """One of the devices over which one process has replicated its model."""
+
+    device: str
+    peak_bytes: int
+    """The most that it held; on CUDA what the allocator has reserved."""
+    budget_bytes: int | None
+    copied_bytes: int
+    """What went from the first device to this one and back. Streamed weights come from the host, and are not in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionStats:
     """What `session.stats()` gives."""
 
@@ -180,6 +192,8 @@ class SessionStats:
     """Every save that is over, in order."""
     ranks: RanksRow | None = None
     """None where one process trains."""
+    replicas: tuple[ReplicaRow, ...] = ()
+    """By device, where one process replicates the model over several."""
 
     def __str__(self) -> str:
         """A summary in some ten lines, for `print`."""
@@ -284,6 +298,12 @@ def stats_text(stats: SessionStats) -> str:
         lines.append(
             f"rank {told.rank} of {told.size}: {format_bytes(told.sent_bytes / steps)} of gradients a step to the others, waited "
             f"{format_seconds(told.waited_s / steps)} a step for theirs"
+        )
+    for row in stats.replicas:
+        budget = "" if row.budget_bytes is None else f" of {format_bytes(row.budget_bytes)}"
+        copied = format_bytes(row.copied_bytes / steps)
+        lines.append(
+            f"replica on {row.device}: peak {format_bytes(row.peak_bytes)}{budget}, {copied} a step from and to the first"
         )
     lines += [f"new plan after {row.step:,} steps: {row.reason}" for row in stats.plans]
     lines += [_save(row) for row in stats.saves]

@@ -1,0 +1,227 @@
+"""Weights that are spread over ranks train as one process does on the whole batch, however they are spread."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.errors import RankFailedError
+from lowtide.planning.plan import Collective, Sharding
+from tests.ranks import on_ranks
+from tests.runtime.rank_jobs import Job, Trained, serial, train_all
+from tests.runtime.sharding_jobs import (
+    BAD,
+    bytes_of_a_rank,
+    events_of_a_step,
+    manage_badly,
+    read_outside,
+    resumed,
+    saved,
+    see_and_change,
+)
+
+
+def host(size: int, **words: Any) -> dict[str, Any]:
+    """Parts on the hosts."""
+    return {"weights": "streamed", "sharding": Sharding(shards=size), **words}
+
+
+def device(size: int, **words: Any) -> dict[str, Any]:
+    """Parts on the devices."""
+    return {"weights": "sharded", "sharding": Sharding(shards=size), **words}
+
+
+def owned(plan: dict[str, Any]) -> dict[str, Any]:
+    """The same, one to all."""
+    return {**plan, "sharding": Sharding(shards=plan["sharding"].shards, collective=Collective.ONE_TO_ALL)}
+
+
+MIXED = {
+    "weights": {"*": "sharded", "blocks.0": "streamed", "blocks.2": "resident"},
+    "update": {"*": "device", "blocks.0": "host"},
+}
+
+
+def jobs(size: int) -> dict[str, Job]:
+    """In float64."""
+    return {
+        "host": Job(plan=host(size)),
+        "device": Job(plan=device(size)),
+        "host, one to all": Job(plan=owned(host(size))),
+        "device, one to all": Job(plan=owned(device(size))),
+        "host, in backward": Job(plan=host(size, schedule="in_backward")),
+        "device, in backward": Job(plan=device(size, schedule="in_backward")),
+        "one to all, in backward": Job(plan=owned(host(size, schedule="in_backward"))),
+        "host, clipped": Job(plan=host(size), manage={"max_grad_norm": 0.1}),
+        "device, clipped, one to all": Job(plan=owned(device(size)), manage={"max_grad_norm": 0.1}),
+        "host, recomputed": Job(plan=host(size, activations="recompute")),
+        "device, offloaded": Job(plan=device(size, activations="offload")),
+        "host, accumulated": Job(plan=host(size), micro_batches=3),
+        "device, accumulated": Job(plan=device(size), micro_batches=3),
+        "host, accumulated, sent each time": Job(plan=host(size), micro_batches=3, skips_sync=False),
+        "device, accumulated, sent each time": Job(plan=device(size), micro_batches=3, skips_sync=False),
+        "a block that all use": Job(plan=device(size), uses_extra="everybody"),
+        "resident, streamed and sharded": Job(plan={**MIXED, "sharding": Sharding(shards=size)}),
+        "two groups ahead": Job(plan=host(size, prefetch_depth=2)),
+    }
+
+
+HYBRID = {
+    "hybrid, host": Job(plan=host(2)),
+    "hybrid, device": Job(plan=device(2)),
+    "hybrid, one to all, clipped": Job(plan=owned(host(2)), manage={"max_grad_norm": 0.1}),
+    "hybrid, in backward": Job(plan=device(2, schedule="in_backward")),
+}
+FP32 = {
+    "fp32": Job(dtype=torch.float32, plan=host(2)),
+    "an overflow on one rank": Job(dtype=torch.float32, plan=host(2), overflows_at=4),
+    "an overflow on one rank, device": Job(dtype=torch.float32, plan=device(2), overflows_at=4),
+}
+KERNELS = {
+    "fp32, 8 bit": (torch.float32, {"precision": "fp32", "moments": "8bit"}),
+    "bf16 exact": (torch.bfloat16, {"precision": "bf16 exact"}),
+    "bf16 stochastic, 8 bit": (torch.bfloat16, {"precision": "bf16 stochastic", "moments": "8bit"}),
+}
+PLACES = {
+    "host": host(2),
+    "device": device(2),
+    "paged": device(2, update="paged"),
+    "host, in backward": host(2, schedule="in_backward"),
+    "one to all": owned(device(2)),
+}
+WHOLE = {"host": {"weights": "streamed", "update": "host"}, "device": {"weights": "resident", "update": "device"}}
+
+
+def kernel_jobs() -> dict[str, Job]:
+    found = {}
+    for words, (dtype, manage) in KERNELS.items():
+        for place, plan in {**PLACES, **{f"whole on the {key}": plan for key, plan in WHOLE.items()}}.items():
+            found[f"{words}: {place}"] = Job(dtype=dtype, plan=plan, manage=manage, num_steps=6)
+    return found
+
+
+@functools.cache
+def trained(size: int) -> list[dict[str, Trained]]:
+    """By rank, what each job leaves; all of them in one set of processes, because starting these takes seconds."""
+    more: dict[str, Job] = {**FP32, **kernel_jobs()} if size == 2 else HYBRID
+    return on_ranks(train_all, size, {**jobs(size), **more})
+
+
+def assert_as_serial(name: str, job: Job, size: int, tolerance: float) -> None:
+    plain = serial(job, size)
+    for found in (answer[name] for answer in trained(size)):
+        assert found.losses == pytest.approx(plain.losses, rel=tolerance, nan_ok=True)
+        assert found.scales == plain.scales
+        for key, value in found.weights.items():
+            torch.testing.assert_close(value, plain.weights[key], rtol=100 * tolerance, atol=10 * tolerance, msg=key)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", jobs(2))
+def test_ranks_train_as_one(name: str, size: int) -> None:
+    assert_as_serial(name, jobs(size)[name], size, 1e-10)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_two_sets_of_two_ranks_train_as_one(name: str) -> None:
+    assert_as_serial(name, HYBRID[name], 4, 1e-10)
+
+
+@pytest.mark.parametrize("name", FP32)
+def test_ranks_train_as_one_in_fp32(name: str) -> None:
+    assert_as_serial(name, FP32[name], 2, 1e-5)
+
+
+def test_the_overflow_of_one_rank_skips_the_step_of_all() -> None:
+    for answer in trained(2):
+        for name in ("an overflow on one rank", "an overflow on one rank, device"):
+            assert answer[name].scales[5] == answer[name].scales[4] / 2
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("words", KERNELS)
+def test_own_kernels_have_the_bits_of_whole_weights(words: str, place: str) -> None:
+    """Also where rounding is by chance, and where states are in blocks of 8 bits: pieces know where they begin."""
+    first = "host" if "host" in place else "device"
+    for answer in trained(2):
+        whole, spread = answer[f"{words}: whole on the {first}"], answer[f"{words}: {place}"]
+        assert spread.losses == whole.losses
+        for key, value in whole.weights.items():
+            assert torch.equal(spread.weights[key], value), key
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("weights", ["streamed", "sharded"])
+def test_a_rank_has_its_share_of_the_state_and_a_window(weights: str, size: int) -> None:
+    """Model state is weights, gradients and two moments; what is on the device at once besides are two blocks."""
+    for found in on_ranks(bytes_of_a_rank, size, weights):
+        share = found.state_bytes / size
+        held = found.held_on_host if weights == "streamed" else found.held_on_device
+        assert held == pytest.approx(share, rel=0.05)
+        other = found.held_on_device if weights == "streamed" else found.held_on_host
+        assert other < 0.05 * share
+        assert found.window_bytes == pytest.approx(2 * found.block_bytes, rel=0.05)
+
+
+# -- the order of events -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["streamed", "sharded"])
+def test_the_next_group_is_gathered_while_one_computes(weights: str) -> None:
+    for events in on_ranks(events_of_a_step, 2, weights):
+        for number in range(1, 3):
+            gather, compute = events.index(f"gather {number}"), events.index(f"compute {number - 1}")
+            assert gather < compute < events.index(f"compute {number}"), events
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["streamed", "sharded"])
+@pytest.mark.parametrize("collective", ["gather", "one to all"])
+def test_a_checkpoint_of_four_ranks_goes_on_in_any_number(weights: str, collective: str, tmp_path: Path) -> None:
+    losses, values = on_ranks(saved, 4, weights, collective, str(tmp_path))[0]
+    for size in (4, 3, 2, 1):
+        for found, weights_after in on_ranks(resumed, size, weights, collective, str(tmp_path)):
+            assert found == (losses if size == 4 else pytest.approx(losses, rel=1e-10))
+            for key, value in values.items():
+                torch.testing.assert_close(
+                    weights_after[key], value, rtol=0 if size == 4 else 1e-8, atol=0 if size == 4 else 1e-9
+                )
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_refused_on_every_rank(case: str) -> None:
+    for kind, message in on_ranks(manage_badly, 2, case):
+        assert (kind, BAD[case] in message) == (kind, True), message
+
+
+def test_what_is_spread_is_not_read_as_if_it_were_whole() -> None:
+    for told in on_ranks(read_outside, 2):
+        for what, message in told.items():
+            assert "spread over the ranks" in message, (what, message)
+
+
+def test_gathered_shows_and_keeps_whole_values() -> None:
+    for before, after, again in on_ranks(see_and_change, 2):
+        assert before
+        assert after
+        assert again
+
+
+def test_ranks_that_call_other_modules_are_told() -> None:
+    job = Job(plan=device(2), uses_extra="rank 0", num_steps=3)
+    with pytest.raises(
+        RankFailedError, match=r"is about to exchange the weights of chunk .* all ranks\s+must call the same"
+    ):
+        on_ranks(train_all, 2, {"": job})
