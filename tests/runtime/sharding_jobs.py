@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
+import lowtide.optim
 from lowtide.distributed.ranks import Ranks, UnderWay
 from lowtide.errors import SessionError
 from lowtide.planning.plan import Collective, Sharding
@@ -86,10 +87,10 @@ def bytes_of_a_rank(rank: int, weights: str) -> RankBytes:
 # -- the order of events -----------------------------------------------------------------------------------------------
 
 
-def events_of_a_step(rank: int, weights: str) -> list[str]:
-    """What happens in the forward of the third step: gathers of groups that begin, and groups that have computed."""
+def events_of_a_step(rank: int, weights: str) -> tuple[list[str], list[str]]:
+    """What happens in the forward and in the backward of the third step: gathers that begin, and groups that have computed."""
     del rank
-    model = stack(16, 3)
+    model = stack(16, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     events: list[str] = []
     begin = Ranks.begin_gather
@@ -99,18 +100,21 @@ def events_of_a_step(rank: int, weights: str) -> list[str]:
         return begin(ranks, whole, mine, what)
 
     Ranks.begin_gather = logged  # type: ignore[method-assign]  # in this process alone
-    for number in range(3):
-        # Inside of the window: a hook of the block itself would run before it opens.
-        model[number][2].register_forward_hook(lambda *_, number=number: events.append(f"compute {number}"))
+    for number in range(5):
+        last, first = model[number][2], model[number][0]
+        last.register_forward_hook(lambda *_, number=number: events.append(f"compute {number}"))
+        first.register_full_backward_hook(lambda *_, number=number: events.append(f"compute {number}"))
     with lowtide.manage(model, optimizer, spread_plan(model, weights), device="cpu", ranks=dist.group.WORLD):
         for _ in range(3):
             events.clear()
             loss = model(torch.ones(2, 16)).sum()
-            found = list(events)
+            forward = list(events)
+            events.clear()
             loss.backward()
+            backward = list(events)
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    return forward, backward
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -250,7 +254,7 @@ def read_outside(rank: int) -> dict[str, str]:
     told: dict[str, str] = {}
     reads: dict[str, Callable[[], object]] = {
         "a value": lambda: model.head.weight.sum(),
-        "a copy": lambda: copy.deepcopy(model),
+        "a copy": lambda: copy.deepcopy(model.head.weight),
         "a state dictionary": lambda: {name: value.clone() for name, value in model.state_dict().items()},
         "a write": lambda: nn.init.zeros_(model.head.weight),
         "a call of a part beside its module": lambda: torch.nn.functional.linear(

@@ -173,12 +173,27 @@ def test_a_rank_has_its_share_of_the_state_and_a_window(weights: str, size: int)
 # -- the order of events -----------------------------------------------------------------------------------------------
 
 
+def test_the_next_group_is_gathered_while_one_computes() -> None:
+    for forward, _ in on_ranks(events_of_a_step, 2, "sharded"):
+        for number in range(1, 5):
+            gather, compute = forward.index(f"gather {number}"), forward.index(f"compute {number - 1}")
+            assert gather < compute < forward.index(f"compute {number}"), forward
+
+
 @pytest.mark.parametrize("weights", ["streamed", "sharded"])
-def test_the_next_group_is_gathered_while_one_computes(weights: str) -> None:
-    for events in on_ranks(events_of_a_step, 2, weights):
-        for number in range(1, 3):
-            gather, compute = events.index(f"gather {number}"), events.index(f"compute {number - 1}")
-            assert gather < compute < events.index(f"compute {number}"), events
+def test_the_next_group_is_gathered_while_a_backward_computes(weights: str) -> None:
+    """The last two groups are still there from the forward."""
+    for _, backward in on_ranks(events_of_a_step, 2, weights):
+        for number in range(3):
+            gather, compute = backward.index(f"gather {number}"), backward.index(f"compute {number + 1}")
+            assert gather < compute < backward.index(f"compute {number}"), backward
+
+
+def test_what_hosts_update_is_gathered_behind_the_group_before() -> None:
+    """So that the loop does not wait for an update before it has told the device what to compute."""
+    for forward, _ in on_ranks(events_of_a_step, 2, "streamed"):
+        for number in range(1, 5):
+            assert forward.index(f"compute {number - 1}") < forward.index(f"gather {number}"), forward
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

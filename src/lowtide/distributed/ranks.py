@@ -380,21 +380,23 @@ class UnderWay:
 
     def __init__(self, ranks: Ranks, work: dist.Work) -> None:
         self._ranks = ranks
-        self._work = work
-        self._is_over = False
+        self._work: dist.Work | None = work
+        """None afterwards: it keeps the tensors."""
 
     def is_done(self) -> bool:
         """Whether it is over."""
-        return self._is_over or self._work.is_completed()
+        work = self._work  # another thread may be waiting for it
+        return work is None or work.is_completed()
 
     def wait(self) -> None:
         """Computation from here on finds the result. On CUDA the device waits, and not the host. May be repeated."""
-        if self._is_over:
+        work = self._work
+        if work is None:
             return
         began_s = time.perf_counter()
         with self._ranks._told():
-            self._work.wait()
-        self._is_over = True
+            work.wait()
+        self._work = None
         self._ranks.waited_s += time.perf_counter() - began_s
 
 

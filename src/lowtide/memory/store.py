@@ -15,9 +15,10 @@ update is waited for: on a GPU its computation is queued by then. What is old is
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from lowtide.errors import BudgetError
@@ -281,6 +282,16 @@ class ChunkStore:
         """The next groups open on another device: take every copy off this one. Prefetches do not look past this point."""
         self.drop_all()
         self.order.access(_LEAVE)
+
+    @contextlib.contextmanager
+    def with_room_for(self, num_bytes: int) -> Iterator[None]:
+        """The window has so many bytes more inside; what is beyond the usual ones leaves at the end."""
+        self.window_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.window_bytes -= num_bytes
+            self.drop_all()
 
     def rebuild(self) -> None:
         """Start afresh from the truth, whatever an exception left half made: no group is open, no streamed one on the device.

@@ -343,15 +343,16 @@ class PlanRun:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """All groups that are spread over the ranks are whole on this one; what is written to them is kept."""
-        with self.between_steps("session.gathered"):
+        groups = [group for group in self._groups.values() if group.is_spread]
+        residency = self._executor.residency
+        room = sum(chunk.spec.nbytes for chunk in chunks_in(groups))
+        with self.between_steps("session.gathered"), residency.store.with_room_for(room):
             opened: list[ManagedGroup] = []
-            residency = self._executor.residency
             try:
-                for group in self._groups.values():
-                    if group.is_spread:
-                        residency.open(group)
-                        opened.append(group)
-                        group.remember_versions()
+                for group in groups:
+                    residency.open(group)
+                    opened.append(group)
+                    group.remember_versions()
                 yield
                 for group in opened:
                     residency.keep_writes(group)

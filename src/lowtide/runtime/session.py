@@ -485,11 +485,11 @@ class Session:
     def gathered(self) -> AbstractContextManager[None]:
         """Inside, parameters that are spread over ranks are whole on each of them, to be read or changed; between two steps.
 
-        All ranks enter it together. It takes the window's memory for all groups at once. What is changed must be changed alike on
-        all ranks. Without ranks it changes nothing.
+        All ranks enter it together. The whole model is on the device then, which must have room for it. What is changed must be
+        changed alike on all ranks. Without ranks it changes nothing.
 
         Raises:
-            BudgetError: The window has no room for all groups at once.
+            BudgetError: The device's budget has not the bytes.
         """
         return self._open().gathered()
 

@@ -171,7 +171,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
             value.check_gradient()
             piece = value.piece_of(args[0])
             if piece is not None:
-                return piece.set_gradient(args[1]) if func is _SET_GRADIENT else piece.shown_gradient()
+                return piece.set_gradient(args[1]) if func == _SET_GRADIENT else piece.shown_gradient()
     lifted: list[str] = []
     if func not in _HARMLESS and func not in _GRADIENT_ACCESS:
         for tensor in _pending_in((args, tuple(kwargs.values()))):

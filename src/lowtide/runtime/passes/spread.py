@@ -167,7 +167,7 @@ class PartBucket:
                 continue
             piece = self._own.get(member.name)
             if piece is None:
-                yield member, mine[:0]
+                yield member, mine.new_empty(0)  # not a view, which would keep all of it
                 continue
             spec = piece.span.parameter
             yield member, mine.as_strided(spec.shape, spec.stride, piece.span.offset_bytes // itemsize)

@@ -244,7 +244,8 @@ class KernelOptimizer(ChunkOptimizer):
         self.pages = pages
         self._paged = frozenset(paged)
         self._on_host_memory = on_host_memory
-        self.kept = KernelStates(optimizer, numerics, pages, leaves or {})
+        self._leaves = leaves or {}
+        self.kept = KernelStates(optimizer, numerics, pages, self._leaves)
         self._checked: set[int] = set()
         """`id`s of the parameters that the kernels can update."""
         self._needs_rate = False  # the rules ask for each of their numbers
@@ -337,7 +338,7 @@ class KernelOptimizer(ChunkOptimizer):
     def _new_state(self, update: Update, rule: Rule) -> ParameterState:
         if self.pages is not None and self._visits(update.parameter):
             return self.pages.new(update.target, rule, self.numerics)
-        if update.target is update.parameter:
+        if update.target is update.parameter or update.target is self._leaves.get(id(update.parameter)):
             return new_state(update.target, rule, self.numerics)
         with compat.without_modes():  # on the host, what it keeps is the host's
             state = new_state(update.target, rule, self.numerics)
