@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, RanksError
 from lowtide.memory.chunk import Chunk, ChunkState, HostWork, StoredGroup
 from lowtide.memory.mover import Copied, Mover, Ticket
 from lowtide.units import format_bytes
@@ -272,6 +272,10 @@ class ChunkStore:
             if chunk.state in (ChunkState.IDLE, ChunkState.FETCHING):
                 self._release(chunk)
 
+    def stop_prefetching(self) -> None:
+        """The session ends: what is opened from now on comes alone."""
+        self._depth = 0
+
     def drop_all(self) -> None:
         """Take every idle copy off the device."""
         for group in self.groups.values():
@@ -316,7 +320,7 @@ class ChunkStore:
             self._listener.on_absent(chunk, self._mover.now())
             # Not by `become`: the table of legal changes has no rows for exceptions.
             chunk.state = ChunkState.HOST
-            if chunk.device.untyped_storage().nbytes():
+            if chunk.device.untyped_storage().nbytes() and _is_brought(chunk):
                 self._mover.shrink(chunk.device, [])
         for group in self.groups.values():
             for chunk in group.chunks:
@@ -468,6 +472,17 @@ class ChunkStore:
 
 def _missing(group: StoredGroup) -> list[Chunk]:
     return [chunk for chunk in group.chunks if chunk.state is ChunkState.HOST]
+
+
+def _is_brought(chunk: Chunk) -> bool:
+    """Wait until nobody fills its memory any more; False if other ranks might, which are lost: then the memory stays."""
+    if chunk.exchange is None or chunk.fetched is None:
+        return True
+    try:
+        chunk.fetched.ended.wait()
+    except RanksError:
+        return False
+    return True
 
 
 def _is_changing(chunks: list[Chunk]) -> bool:

@@ -568,6 +568,8 @@ class PlanRun:
             if is_lost or ranks.has_left:
                 ranks.leave("an exception that ended the session")
                 return
+            store = self._executor.residency.store
+            store.stop_prefetching()
             with self.setup.on_host():
                 for group in groups:
                     group.forget_backward()
@@ -576,7 +578,8 @@ class PlanRun:
                         device = self._original.get(id(managed.parameter), self.setup.mover.device)
                         values[id(managed.parameter)] = managed.device_view.to(device, copy=True)
                     self._executor.residency.close(group)
-                    self._executor.residency.store.drop(group.name)
+                    store.drop(group.name)
+                store.drop_all()
                 self._gather_state(groups)
         finally:
             for managed in members:
