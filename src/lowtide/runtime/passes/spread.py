@@ -132,7 +132,8 @@ class PartBucket:
             del flat, gradient
             # Before the sum, which could overflow where the average does not.
             rows.div_(ranks.size)
-            held = torch.tensor(self._is_held, dtype=first.dtype, device="cpu").to(device, non_blocking=True)
+            numbers = [float(is_there) for is_there in self._is_held]
+            held = torch.tensor(numbers, dtype=first.dtype, device="cpu").to(device, non_blocking=True)
             if self._parts.collective is Collective.GATHER:
                 rows[:, self._part_size : self._part_size + len(self.members)] = held
                 self._mine = torch.empty(self._shape[1], dtype=first.dtype, device=device)
