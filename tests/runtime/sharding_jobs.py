@@ -16,7 +16,10 @@ import lowtide
 import lowtide.optim
 from lowtide.distributed.ranks import Ranks, UnderWay
 from lowtide.errors import SessionError
+from lowtide.memory.chunk import lay_out
+from lowtide.memory.groups import find_groups
 from lowtide.planning.plan import Collective, Sharding
+from lowtide.planning.rank_costs import bytes_between_ranks
 from tests.runtime.rank_jobs import Job, Net, batches, make, values_of
 
 ALL = dict[str, Any]
@@ -294,3 +297,26 @@ def see_and_change(rank: int) -> tuple[bool, bool, bool]:
         expected = plain(batches(1)[0])
     after = values_of(model)
     return seen, bool(loss == expected), all(torch.equal(2 * value, after[name]) for name, value in before.items())
+
+
+# -- bytes between ranks -----------------------------------------------------------------------------------------------
+
+
+def bytes_sent(rank: int, words: dict[str, Any]) -> tuple[int, int]:
+    """What a session has counted in four steps, and what the planner says of them and of as many fetches."""
+    size, num_steps = dist.get_world_size(), 4
+    model, optimizer = make(Job(dtype=torch.float32))
+    plan = lowtide.make_plan(model, **words)
+    assert plan.sharding is not None
+    layout = lay_out(find_groups(model), chunk_bytes=plan.chunk_bytes, shards=plan.sharding.shards)
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+        for ids in batches(num_steps):
+            model(ids.chunk(size)[rank], with_extra=True).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = session.stats()
+    assert stats.ranks is not None
+    num_fetches = {chunk.name: chunk.num_fetches for chunk in stats.chunks}
+    fetched = sum(num_fetches[chunk.name] * chunk.nbytes for chunk in layout.chunks)
+    beside = bytes_between_ranks(plan, layout, num_ranks=size, rank=rank, fetches={})
+    return stats.ranks.sent_bytes, fetched + num_steps * sum(beside.values())

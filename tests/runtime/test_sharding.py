@@ -16,6 +16,7 @@ from tests.runtime.rank_jobs import Job, Trained, serial, train_all
 from tests.runtime.sharding_jobs import (
     BAD,
     bytes_of_a_rank,
+    bytes_sent,
     events_of_a_step,
     manage_badly,
     read_outside,
@@ -70,6 +71,11 @@ def jobs(size: int) -> dict[str, Job]:
     }
 
 
+FOUR = (
+    "host", "device", "device, one to all", "host, in backward", "host, clipped", "host, recomputed", "device, accumulated",
+)  # fmt: skip
+SILENCE_S = 400.0
+"""All trainings of a set of processes are one answer."""
 HYBRID = {
     "hybrid, host": Job(plan=host(2)),
     "hybrid, device": Job(plan=device(2)),
@@ -107,8 +113,9 @@ def kernel_jobs() -> dict[str, Job]:
 @functools.cache
 def trained(size: int) -> list[dict[str, Trained]]:
     """By rank, what each job leaves; all of them in one set of processes, because starting these takes seconds."""
-    more: dict[str, Job] = {**FP32, **kernel_jobs()} if size == 2 else HYBRID
-    return on_ranks(train_all, size, {**jobs(size), **more})
+    if size == 4:
+        return on_ranks(train_all, 4, {**{name: jobs(4)[name] for name in FOUR}, **HYBRID}, silence_s=SILENCE_S)
+    return on_ranks(train_all, 2, {**jobs(2), **FP32, **kernel_jobs()}, silence_s=SILENCE_S)
 
 
 def assert_as_serial(name: str, job: Job, size: int, tolerance: float) -> None:
@@ -120,10 +127,14 @@ def assert_as_serial(name: str, job: Job, size: int, tolerance: float) -> None:
             torch.testing.assert_close(value, plain.weights[key], rtol=100 * tolerance, atol=10 * tolerance, msg=key)
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", jobs(2))
-def test_ranks_train_as_one(name: str, size: int) -> None:
-    assert_as_serial(name, jobs(size)[name], size, 1e-10)
+def test_two_ranks_train_as_one(name: str) -> None:
+    assert_as_serial(name, jobs(2)[name], 2, 1e-10)
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_train_as_one(name: str) -> None:
+    assert_as_serial(name, jobs(4)[name], 4, 1e-10)
 
 
 @pytest.mark.parametrize("name", HYBRID)
@@ -194,6 +205,25 @@ def test_what_hosts_update_is_gathered_behind_the_group_before() -> None:
     for forward, _ in on_ranks(events_of_a_step, 2, "streamed"):
         for number in range(1, 5):
             assert forward.index(f"compute {number - 1}") < forward.index(f"gather {number}"), forward
+
+
+# -- bytes between ranks -----------------------------------------------------------------------------------------------
+
+
+SENT = {
+    (2, "host"): host(2),
+    (2, "device, in backward"): device(2, schedule="in_backward"),
+    (2, "one to all"): owned(host(2)),
+    (4, "hybrid"): device(2),
+    (4, "hybrid, one to all"): owned(device(2)),
+}
+
+
+@pytest.mark.parametrize(("size", "way"), SENT)
+def test_the_planner_knows_what_ranks_send(size: int, way: str) -> None:
+    """To the byte, from as many fetches as there were."""
+    for counted, predicted in on_ranks(bytes_sent, size, SENT[size, way]):
+        assert counted == predicted
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
