@@ -320,3 +320,35 @@ def bytes_sent(rank: int, words: dict[str, Any]) -> tuple[int, int]:
     fetched = sum(num_fetches[chunk.name] * chunk.nbytes for chunk in layout.chunks)
     beside = bytes_between_ranks(plan, layout, num_ranks=size, rank=rank, fetches={})
     return stats.ranks.sent_bytes, fetched + num_steps * sum(beside.values())
+
+
+# -- a rank that breaks off --------------------------------------------------------------------------------------------
+
+
+def break_off(rank: int, where: str) -> str:
+    """What each rank is told when the second one raises in the second step, there, and its session ends."""
+    model, optimizer = make(Job())
+    try:
+        with lowtide.manage(model, optimizer, spread_plan(model, "streamed"), device="cpu", ranks=dist.group.WORLD):
+            for step in range(4):
+                if rank == 1 and step == 1:
+                    _raise_in(model, where)
+                model(batches(4)[step].chunk(2)[rank]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def _raise_in(model: nn.Module, where: str) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("broken")
+
+    if where == "the loop":
+        broken()
+    block = model.get_submodule("blocks.2")
+    if where == "a forward":
+        block.register_forward_hook(broken)
+    else:
+        block.register_forward_hook(lambda module, inputs, output: output.register_hook(broken) and None)

@@ -15,6 +15,7 @@ from tests.ranks import on_ranks
 from tests.runtime.rank_jobs import Job, Trained, serial, train_all
 from tests.runtime.sharding_jobs import (
     BAD,
+    break_off,
     bytes_of_a_rank,
     bytes_sent,
     events_of_a_step,
@@ -270,3 +271,10 @@ def test_ranks_that_call_other_modules_are_told() -> None:
         RankFailedError, match=r"is about to exchange the weights of chunk .* all ranks\s+must call the same"
     ):
         on_ranks(train_all, 2, {"": job})
+
+
+@pytest.mark.parametrize("where", ["the loop", "a forward", "a backward"])
+def test_a_rank_that_breaks_off_ends_the_others(where: str) -> None:
+    first, second = on_ranks(break_off, 2, where)
+    assert second == "ValueError: broken"
+    assert first.startswith(("RankLostError", "RanksDifferError")), first

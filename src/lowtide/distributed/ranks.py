@@ -109,6 +109,7 @@ class Ranks:
             RanksDifferError: A rank has failed meanwhile, under `agreeing`.
         """
         found: list[Any] = [None] * self.size
+        self._agree_on("an agreement", waits=True)
         with self._told():
             dist.all_gather_object(found, mine, group=self._group)
         for rank, theirs in enumerate(found):
@@ -121,6 +122,7 @@ class Ranks:
     def collect(self, mine: Any) -> list[Any] | None:
         """What each rank gives, by rank, for rank 0; None for the others."""
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._agree_on("values for rank 0", waits=True)
         with self._told():
             dist.gather_object(mine, found, group=self._group, group_dst=0)
         return found
@@ -155,30 +157,33 @@ class Ranks:
         Raises:
             RanksDifferError: They are not, in a set that shares weights; see Note [All ranks do the same].
         """
-        if self._side is not None:
-            self._agree_on(what)
+        # gloo ends the process where sizes differ, so there nothing is begun before it is known.
+        self._agree_on(what, waits=self._is_own)
         self.sent_bytes += num_bytes
         with self._told():
             work = begin()
         assert work is not None
         return UnderWay(self, work)
 
-    def _agree_on(self, what: str) -> None:
-        assert self._side is not None
+    def _agree_on(self, what: str, *, waits: bool) -> None:
+        """See Note [All ranks do the same]; nothing outside of a set that shares weights."""
+        if self._side is None:
+            return
         mine = torch.tensor([zlib.crc32(what.encode())], dtype=torch.int64, device="cpu")
         all_of_them = torch.empty(self.size, dtype=torch.int64, device="cpu")
         with self._told():
             work = _ALL_GATHER(all_of_them, mine, group=self._side, async_op=True)
-        asked, self._asked = self._asked, (what, all_of_them, work)
-        if self._is_own:
-            # gloo ends the process where sizes differ, so nothing is begun before it is known.
-            asked, self._asked = self._asked, None
-        if asked is None:
-            return
-        what, all_of_them, work = asked
+        before, self._asked = self._asked, (what, all_of_them, work)
+        if before is not None:
+            self._compare(*before)
+        if waits:
+            self._asked = None
+            self._compare(what, all_of_them, work)
+
+    def _compare(self, what: str, all_of_them: torch.Tensor, work: dist.Work) -> None:
         with self._told():
             work.wait()
-        if all_of_them.eq(all_of_them[0]).all():
+        if self._side is None or all_of_them.eq(all_of_them[0]).all():
             return
         found: list[str] = [""] * self.size
         with self._told():
@@ -225,6 +230,7 @@ class Ranks:
 
     def send_from_first(self, tensor: torch.Tensor) -> None:
         """Copy rank 0's values to the tensors of all others."""
+        self._agree_on("the buffers of the model", waits=self._is_own)
         with self._told():
             dist.broadcast(tensor, group=self._group, group_src=0)
 

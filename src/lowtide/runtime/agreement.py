@@ -57,6 +57,10 @@ def manage_alike(
     ranks = Ranks(group, device)
     session: Session | None = None
     try:
+        # Before anything can fail on one rank alone: whoever shares weights agrees on all that follows.
+        shardings = ranks.exchange(plan.sharding if isinstance(plan, Plan) else None)
+        if shardings[0] is not None and all(each == shardings[0] for each in shardings):
+            ranks.spread(shardings[0].shards)
         with ranks.agreeing("manage the model") as facts:
             _refuse(model, plan)
             facts["versions"] = {
