@@ -11,7 +11,7 @@ and the others get a `RankLostError`. Training goes on from the last checkpoint,
 
 Note [All ranks do the same]
 A collective has no name, so a rank that gathers one chunk would be given another one's bytes by a rank that gathers that. Those
-that share weights therefore agree on each exchange, by a number over connections of the host. gloo ends the process where
+that share weights therefore agree on each exchange, by its name, over connections of the host. gloo ends the process where
 sizes differ, so there it is known before; on CUDA it is known before the next one, and the host does not wait for the device.
 """
 
@@ -21,7 +21,6 @@ import contextlib
 import socket
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,8 @@ from lowtide.errors import ConfigError, RankLostError, RanksDifferError, RanksEr
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_LONGEST = 160
+"""Bytes of the name of an exchange: its end, if it is longer."""
 MOST_SHOWN = 200
 """Characters of a value in a message."""
 
@@ -69,7 +70,7 @@ class Ranks:
         self._spreads: dict[int, Spread] = {}
         self._side: dist.ProcessGroup | None = None
         """Connections of the host, over which those that share weights agree on what they exchange next."""
-        self._asked: tuple[str, torch.Tensor, dist.Work] | None = None
+        self._asked: tuple[torch.Tensor, dist.Work] | None = None
         self._group: dist.ProcessGroup | None = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self._is_own or members is not None:
@@ -169,25 +170,26 @@ class Ranks:
         """See Note [All ranks do the same]; nothing outside of a set that shares weights."""
         if self._side is None:
             return
-        mine = torch.tensor([zlib.crc32(what.encode())], dtype=torch.int64, device="cpu")
-        all_of_them = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        # The words themselves: a second exchange, to name what differs, might not come about.
+        words = what.encode()[-_LONGEST:].ljust(_LONGEST)
+        mine = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        all_of_them = torch.empty(self.size * _LONGEST, dtype=torch.uint8, device="cpu")
         with self._told():
             work = _ALL_GATHER(all_of_them, mine, group=self._side, async_op=True)
-        before, self._asked = self._asked, (what, all_of_them, work)
+        before, self._asked = self._asked, (all_of_them, work)
         if before is not None:
             self._compare(*before)
         if waits:
             self._asked = None
-            self._compare(what, all_of_them, work)
+            self._compare(all_of_them, work)
 
-    def _compare(self, what: str, all_of_them: torch.Tensor, work: dist.Work) -> None:
+    def _compare(self, all_of_them: torch.Tensor, work: dist.Work) -> None:
         with self._told():
             work.wait()
-        if self._side is None or all_of_them.eq(all_of_them[0]).all():
+        rows = all_of_them.view(self.size, _LONGEST)
+        if bool((rows == rows[0]).all()):
             return
-        found: list[str] = [""] * self.size
-        with self._told():
-            dist.all_gather_object(found, what, group=self._side)
+        found = [bytes(row.tolist()).decode(errors="replace").strip() for row in rows]
         other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
         self.leave("the ranks have done different things")
         raise RanksDifferError(

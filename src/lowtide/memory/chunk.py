@@ -106,6 +106,9 @@ class PartExchange(Protocol):
     def wait_for_device(self) -> None:
         """Wait for the computation that the loop has queued on the device so far."""
 
+    def require_alike(self, device: torch.Tensor) -> None:
+        """Refuse values that are not the same on all ranks that share the chunk; a collective call."""
+
     def gather(self, device: torch.Tensor, mine: Copied) -> Copied:
         """Bring the other ranks' parts to the chunk's bytes on the device, behind the copy of this rank's; a collective call."""
 

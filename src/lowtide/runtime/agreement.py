@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,12 @@ from torch import nn
 
 from lowtide import compat
 from lowtide.distributed.ranks import Ranks
-from lowtide.errors import ConfigError
+from lowtide.errors import ConfigError, RanksDifferError
 from lowtide.hardware.machine import lowtide_version
 from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import SPARSE_GRADIENT, find_groups, is_dense, unmanaged_parameters
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.planning.plan import Plan, plan_from_json, plan_to_json
+from lowtide.planning.plan import Plan, Sharding, plan_from_json, plan_to_json
 from lowtide.runtime.passes.exchange import UNDER_WAY
 from lowtide.units import format_bytes
 
@@ -59,7 +59,8 @@ def manage_alike(
     try:
         # Before anything can fail on one rank alone: whoever shares weights agrees on all that follows.
         shardings = ranks.exchange(plan.sharding if isinstance(plan, Plan) else None)
-        if shardings[0] is not None and all(each == shardings[0] for each in shardings):
+        _require_alike(shardings)
+        if shardings[0] is not None:
             ranks.spread(shardings[0].shards)
         with ranks.agreeing("manage the model") as facts:
             _refuse(model, plan)
@@ -91,6 +92,15 @@ def manage_alike(
         raise
     session._forget_originals()
     return session
+
+
+def _require_alike(shardings: Sequence[Sharding | None]) -> None:
+    for rank, each in enumerate(shardings):
+        if each != shardings[0]:
+            raise RanksDifferError(
+                f"rank {rank} differs from rank 0 in plan: sharding is {each} there, and {shardings[0]} on rank 0. All ranks "
+                "must manage the model alike; give the same on each"
+            )
 
 
 def plan_alike(

@@ -83,6 +83,8 @@ class PlanRun:
         self._management: object = None
         self.limit: DeviceLimit | None = None
         """What the allocator may reserve; set when the model has left the device, if it was there."""
+        self._has_begun = handed_over is not None
+        """Whether all ranks have begun, so that what no rank has as a whole must be gathered."""
         self.is_closed = False
         """Whether `close` has given everything back."""
         self._handed_over = handed_over
@@ -288,6 +290,7 @@ class PlanRun:
         is_taken = any(group.guards_gradients for group in self._groups.values())
         with compat.without_torch_function():
             held = sum(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+            held += sum(managed.gradient is not None for managed in self._spread_members().values())
         if held or is_taken:
             found = "weights that moved in it" if is_taken else f"{held} gradients"
             raise SessionError(
@@ -352,10 +355,11 @@ class PlanRun:
                 for group in groups:
                     residency.open(group)
                     opened.append(group)
-                    group.remember_versions()
                 yield
                 for group in opened:
-                    residency.keep_writes(group)
+                    group.take_foreign_data()
+                    for chunk in group.stored.chunks:
+                        residency.keep_write(group, chunk)
             finally:
                 for group in opened:
                     residency.close(group)
@@ -506,8 +510,8 @@ class PlanRun:
         return_rest(self.moved_along)
         bring_state_to_parameters(self.setup.optimizer)
         self._pool.close()
-        if self.setup.ranks is not None:
-            self.setup.ranks.close()
+        if self.setup.ranks is not None and self._has_begun:
+            self.setup.ranks.close()  # else the others are told first
         self.is_closed = True
         if error is None:
             self._executor.lost_step.tell(raised)
@@ -558,11 +562,10 @@ class PlanRun:
         if not groups or ranks is None:
             return
         members = [managed for group in groups for managed in group.members]
-        values = {id(managed.parameter): managed.original for managed in members if managed.original is not None}
-        if values:
-            # It has not begun on all ranks.
+        values: dict[int, torch.Tensor] = {}
+        if not self._has_begun:
             for managed in members:
-                managed.make_whole(values.get(id(managed.parameter)))
+                managed.make_whole(managed.original)
             return
         try:
             if is_lost or ranks.has_left:
@@ -575,18 +578,22 @@ class PlanRun:
                     group.forget_backward()
                     self._executor.residency.open(group)
                     for managed in group.members:
-                        device = self._original.get(id(managed.parameter), self.setup.mover.device)
+                        device = self._original.get(id(managed.parameter), managed.leaf.device)
                         values[id(managed.parameter)] = managed.device_view.to(device, copy=True)
                     self._executor.residency.close(group)
                     store.drop(group.name)
                 store.drop_all()
                 self._gather_state(groups)
+        except BaseException:
+            ranks.leave("an exception while the session gave the model back")
+            raise
         finally:
             for managed in members:
                 managed.make_whole(values.get(id(managed.parameter)))
 
     def forget_originals(self) -> None:
         """The session has begun on all ranks: whole weights from before, of which each keeps a part, can go."""
+        self._has_begun = True
         for group in self._groups.values():
             for managed in group.members:
                 managed.keep_original(None)

@@ -473,12 +473,12 @@ class Saver:
 
 def _write_values(writer: CheckpointWriter, name: str, values: Values) -> None:
     if values.weight is not None and values.weight.dim():
-        writer.write(MODEL, name, values.weight)
+        writer.write(MODEL, name, values.weight.contiguous())
     if values.state is not None:
         entries = kept_tensors(values.state) if isinstance(values.state, ParameterState) else values.state
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.dim():  # one number is among the contents
-                writer.write(OPTIMIZER, f"{name}.{key}", value)
+                writer.write(OPTIMIZER, f"{name}.{key}", value.contiguous())
 
 
 _OPEN: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -598,6 +598,21 @@ class ManagedGroup:
                 managed.foreign.data_ptr() for managed in self.members if managed.foreign is not None
             )
 
+    def take_foreign_data(self) -> None:
+        """Copy memory that the user has given to parameters of a spread group to their places in the window."""
+        with compat.without_torch_function(), torch.no_grad():
+            for managed in self.members:
+                parameter, place = managed.parameter, managed.device_view
+                if parameter.data_ptr() != place.data_ptr():
+                    if parameter.shape != place.shape or parameter.dtype != place.dtype:
+                        raise ModelChangedError(
+                            f"parameter {managed.spec.name} of group {self.label} became {parameter.dtype} "
+                            f"{tuple(parameter.shape)} under session.gathered(), and is managed as {place.dtype} "
+                            f"{tuple(place.shape)}; call session.close(), change the model, and manage it again"
+                        )
+                    place.copy_(parameter.data)
+                    parameter.data = place
+
     def point_to_host(self) -> None:
         """Point the parameters to the host's bytes."""
         if self.points_to_device and not (self.is_resident or self.is_spread):

@@ -178,7 +178,11 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
             value = _value_of(tensor)
             lifted += [] if value is None else [value.label]
             settle(tensor)
-    if func is compat.UNSCALE:
+    # torch asks one class of all that are in the list.
+    pieces = list(_pieces_in((args, tuple(kwargs.values())))) if func is compat.UNSCALE else []
+    if pieces:
+        pieces[0].shared.wait_for_device()
+    elif func is compat.UNSCALE:
         # GradScaler copies its scale and its overflow flag to the host without waiting, and its kernel reads them there.
         for tensor in _pending_in(args):
             value = _value_of(tensor)
@@ -187,7 +191,10 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
                 break
     try:
         with compat.without_torch_function():
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if pieces:
+                pieces[0].shared.add_up(args[1])
+            return result
     except RuntimeError as error:
         if lifted and "device" in str(error):
             error.add_note(
@@ -196,6 +203,10 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] |
                 "lay_out(find_groups(model, given={THAT_MODULE: [PARAMETERS]}))."
             )
         raise
+
+
+_OF_ANY_PIECE: frozenset[object] = frozenset({torch.Tensor.zero_, torch.Tensor.detach_})
+"""What is the same done to pieces or to the whole: clearing a gradient."""
 
 
 class SharedFlag(Protocol):
@@ -221,7 +232,7 @@ class SpreadGradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what is of use with a piece alone."""
-        if func in _HARMLESS or func in _GRADIENT_ACCESS:
+        if func in _HARMLESS or func in _GRADIENT_ACCESS or func in _OF_ANY_PIECE:
             with compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
         pieces = list(_pieces_in((args, tuple((kwargs or {}).values()))))
@@ -231,11 +242,7 @@ class SpreadGradient(torch.Tensor):
                 f"piece of it, of which {getattr(func, '__name__', func)!s} would make something else on each rank; clip with "
                 "manage(..., max_grad_norm=), or make the group resident"
             )
-        pieces[0].shared.wait_for_device()
-        with compat.without_torch_function():
-            func(*args, **(kwargs or {}))
-            pieces[0].shared.add_up(args[1])
-        return None
+        return _run(func, args, kwargs)
 
 
 def _pieces_in(values: Iterable[object]) -> Iterator[SpreadGradient]:

@@ -155,6 +155,8 @@ class ManagedResidency:
 
     def keep_write(self, group: ManagedGroup, chunk: Chunk) -> None:
         """The user's code wrote to weights of the chunk on the device."""
+        if chunk.exchange is not None:
+            chunk.exchange.require_alike(chunk.device)
         if chunk.state is ChunkState.RESIDENT:
             chunk.mark_touched()
         elif chunk.state in (ChunkState.IN_USE, ChunkState.WRITING_BACK) and chunk.host_work is None:

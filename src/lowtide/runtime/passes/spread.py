@@ -15,6 +15,7 @@ import torch
 
 from lowtide import compat
 from lowtide.distributed.ranks import Ranks, Spread, UnderWay
+from lowtide.errors import RanksDifferError
 from lowtide.memory.chunk import ChunkSpec, Span
 from lowtide.memory.mover import Copied, GradientCarrier
 from lowtide.memory.parts import Part
@@ -54,6 +55,21 @@ class ChunkParts:
     def wait_for_device(self) -> None:
         """See `PartExchange.wait_for_device`."""
         self._mover.now().wait()
+
+    def require_alike(self, device: torch.Tensor) -> None:
+        """See `PartExchange.require_alike`.
+
+        Raises:
+            RanksDifferError: On all ranks alike.
+        """
+        totals = self.spread.sharing.exchange(int(device.view(torch.int64).sum()))
+        if len(set(totals)) > 1:
+            other = next(rank for rank, total in enumerate(totals) if total != totals[0])
+            raise RanksDifferError(
+                f"the weights of chunk {self.name} were written to, and rank {other} of those that share them has other values "
+                "than rank 0: each keeps a part, so the whole would be a mixture. Write the same on all ranks, such as an average of "
+                "what each has seen, or make the group resident"
+            )
 
     def gather(self, device: torch.Tensor, mine: Copied) -> Copied:
         """See `PartExchange.gather`."""

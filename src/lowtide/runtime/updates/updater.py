@@ -387,6 +387,8 @@ class Finisher:
         if mine and is_on_host:
             self.updater.update_on_host(group, chunk, mine, settings)
         elif mine:
+            if chunk.written is not None:
+                self._mover.compute_after(chunk.written.ended)  # what a forward wrote may be on its way to the part
             started = self._mover.now()
             self.updater.update_here(mine, (), settings)
             self._recorder.on_compute(group.name, "update", started, self._mover.now())
