@@ -16,7 +16,7 @@ from lowtide.lab.check_ranks import ROUNDINGS, SHARES, Gap, RanksReport, run_che
 from lowtide.lab.recipe import Recipe
 from lowtide.lab.recipe_parts import OptimizerRecipe, PlanRecipe, Stories
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.planning.plan import Schedule
+from lowtide.planning.plan import Collective, Schedule, Sharding, Weights
 from lowtide.runtime.statistics.session_stats import CacheRow, PhaseSeconds, SessionStats
 
 LEARNING = OptimizerRecipe(settings={"lr": 1e-3})
@@ -58,6 +58,22 @@ def test_four_ranks_differ_by_the_order_of_the_sum(changes: dict[str, Any]) -> N
     assert report.loss.difference <= SHARES[report.runs.recipe.dtype] * report.loss.size
 
 
+def peaks(report: RanksReport) -> dict[str, int]:
+    return {tier.tier: tier.peak_bytes for tier in report.runs.stats.tiers}
+
+
+def test_weights_that_are_spread_train_as_in_one_process() -> None:
+    whole = peaks(run_check_on_ranks(SMALL, 2))
+    sharding = Sharding(shards=2)
+    on_devices = run_check_on_ranks(replace(SMALL, plan=PlanRecipe(weights=Weights.SHARDED, sharding=sharding)), 2)
+    assert on_devices.runs.is_identical
+    assert peaks(on_devices)["host"] == 0 < whole["host"]
+    one = Sharding(shards=2, collective=Collective.ONE_TO_ALL)
+    on_hosts = run_check_on_ranks(replace(SMALL, plan=PlanRecipe(sharding=one)), 2)
+    assert on_hosts.runs.is_identical
+    assert peaks(on_hosts)["host"] < 0.75 * whole["host"]
+
+
 def test_each_rank_has_the_random_numbers_and_statistics_of_its_part() -> None:
     assert run_check_on_ranks(OTHERS, 2).runs.is_identical
     assert run_check_on_ranks(replace(OTHERS, accumulation=2), 4).passed
@@ -93,6 +109,11 @@ def test_what_all_ranks_refuse_is_a_mistake_in_the_recipe() -> None:
         ({"batch": "6x16"}, 4, "set a batch of 8 samples, or give another number of ranks"),
         ({"batch": None}, 16, "batch is the default of gpt-tiny, whose 8 samples"),
         ({"plan": WarmUp(device_memory="16MiB")}, 2, "plan is a warm-up, .* all ranks need the same one"),
+        (
+            {"plan": PlanRecipe(sharding=Sharding(shards=4))},
+            2,
+            "spreads weights over 4 ranks, and there are 2: give as many",
+        ),
         ({"plan": None}, 2, "give a plan"),
         ({"data": Stories()}, 2, "the recipe sets data"),
         ({"precision": "fp32"}, 2, "Set tolerance"),

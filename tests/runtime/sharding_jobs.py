@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
 import lowtide.optim
 from lowtide.distributed.ranks import Ranks, UnderWay
-from lowtide.errors import SessionError
+from lowtide.errors import LowtideError, SessionError
 from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import find_groups
 from lowtide.planning.plan import Collective, Sharding
@@ -352,3 +353,77 @@ def _raise_in(model: nn.Module, where: str) -> None:
         block.register_forward_hook(broken)
     else:
         block.register_forward_hook(lambda module, inputs, output: output.register_hook(broken) and None)
+
+
+# -- prepare -----------------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH = 64, 64
+
+
+def _blocks(*, foreach: bool) -> tuple[nn.Sequential, torch.optim.Optimizer, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+    return model, optimizer, torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def _four_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> list[float]:
+    losses = []
+    for _ in range(4):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def four_steps_serially() -> list[float]:
+    return _four_steps(*_blocks(foreach=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A session that `prepare` has made, after four steps."""
+
+    losses: list[float]
+    """Means over the ranks."""
+    plan: lowtide.Plan
+    device_bytes: int
+    """The most that the emulated device held."""
+    host_bytes: int
+    """What the host's books were charged with."""
+
+
+def prepared_in(rank: int, jobs: dict[str, ALL]) -> dict[str, Prepared | str]:
+    """By name, what `prepare` makes of these words in two sets of rows; the message where it refuses."""
+    found: dict[str, Prepared | str] = {}
+    for name, words in jobs.items():
+        words = dict(words)
+        foreach, mesh = words.pop("foreach", False), words.pop("mesh", None)
+        ranks = dist.group.WORLD if mesh is None else init_device_mesh("cpu", mesh)
+        model, optimizer, batch = _blocks(foreach=foreach)
+        batch = batch.chunk(dist.get_world_size())[rank]
+        try:
+            session = lowtide.prepare(
+                model,
+                optimizer,
+                batch,
+                loss=lambda net, x: net(x).square().mean(),
+                device="cpu",
+                ranks=ranks,
+                **words,
+            )
+        except LowtideError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+            continue
+        with session:
+            losses = torch.tensor(_four_steps(model, optimizer, batch), dtype=torch.float64)
+            dist.all_reduce(losses)
+            found[name] = Prepared(
+                losses=(losses / dist.get_world_size()).tolist(),
+                plan=session.plan,
+                device_bytes=session.take_device_peak(),
+                host_bytes=session._open().host_tiers.need.everything_bytes,
+            )
+    return found

@@ -9,17 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.errors import RankFailedError
-from lowtide.planning.plan import Collective, Sharding
+import lowtide
+from lowtide.errors import ConfigError, RankFailedError
+from lowtide.planning.plan import Collective, Sharding, Site, Weights
+from lowtide.units import parse_bytes
 from tests.ranks import on_ranks
 from tests.runtime.rank_jobs import Job, Trained, serial, train_all
 from tests.runtime.sharding_jobs import (
     BAD,
+    Prepared,
     break_off,
     bytes_of_a_rank,
     bytes_sent,
     events_of_a_step,
+    four_steps_serially,
     manage_badly,
+    prepared_in,
     read_outside,
     resumed,
     saved,
@@ -278,3 +283,114 @@ def test_a_rank_that_breaks_off_ends_the_others(where: str) -> None:
     first, second = on_ranks(break_off, 2, where)
     assert second == "ValueError: broken"
     assert first.startswith(("RankLostError", "RanksDifferError")), first
+
+
+# -- prepare -----------------------------------------------------------------------------------------------------------
+
+ONE_TO_ALL = Sharding(shards=2, collective=Collective.ONE_TO_ALL)
+PREPARED: dict[str, dict[str, Any]] = {
+    # On the devices, by the hosts' memory; torch's own step takes temporaries there.
+    "gather, device": {"sharding": "gather", "device_memory": "420KiB", "host_memory": "100KiB", "foreach": True},
+    "one to all, device": {
+        "sharding": "one to all",
+        "device_memory": "380KiB",
+        "host_memory": "100KiB",
+        "foreach": True,
+    },
+    # On the hosts, by the devices' memory; 2 ranks share 450 KiB, of which each needs 225 by what its session counts.
+    "gather, host": {"sharding": "gather", "device_memory": "220KiB", "host_memory": "452KiB"},
+    "one to all, host": {"sharding": "one to all", "device_memory": "200KiB", "host_memory": "476KiB"},
+    "in backward": {"sharding": "gather", "device_memory": "300KiB", "schedule": "in_backward"},
+    "own kernels": {"sharding": "gather", "device_memory": "420KiB", "host_memory": "100KiB", "precision": "fp32"},
+    "auto, much memory": {"sharding": "auto", "device_memory": "500KiB"},
+    "auto, little of the host": {"sharding": "auto", "device_memory": "420KiB", "host_memory": "100KiB"},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no device memory": (
+        {"sharding": "gather", "device_memory": "100KiB"},
+        "PlanError: no plan on 2 ranks fits 100.0 KiB of each device",
+    ),
+    "no host memory": (
+        {"sharding": "gather", "device_memory": "220KiB", "host_memory": "446KiB"},
+        "'sharded, host', the nearest, takes about 213.7 KiB of the device and 225.0 KiB of the host; give more ranks",
+    ),
+    "nothing": (
+        {"sharding": "auto", "device_memory": "20KiB"},
+        "PlanError: no way to train on 2 ranks fits 20.0 KiB of each device",
+    ),
+    "a word": ({"sharding": "scatter", "device_memory": "1MiB"}, "sharding is 'scatter'; give 'gather', 'one to all'"),
+    "three": ({"sharding": Sharding(shards=3), "device_memory": "1MiB"}, "3 shards do not divide 2 ranks"),
+}
+HYBRID_PREPARED: dict[str, dict[str, Any]] = {
+    "by hand": {"sharding": Sharding(shards=2), "device_memory": "220KiB"},
+    "one to all": {"sharding": ONE_TO_ALL, "device_memory": "220KiB"},
+    "a mesh": {"sharding": "gather", "device_memory": "220KiB", "mesh": (2, 2)},
+    "auto on a mesh": {"sharding": "auto", "device_memory": "420KiB", "host_memory": "200KiB", "mesh": (2, 2)},
+}
+
+
+@functools.cache
+def prepared_on(size: int) -> list[dict[str, Prepared | str]]:
+    jobs = {**PREPARED, **{name: words for name, (words, _) in REFUSED.items()}} if size == 2 else HYBRID_PREPARED
+    return on_ranks(prepared_in, size, jobs)
+
+
+def assert_prepared(name: str, words: dict[str, Any], size: int) -> lowtide.Plan:
+    """It has the losses of one process, and is inside what it was given."""
+    plans = []
+    for answer in prepared_on(size):
+        found = answer[name]
+        assert isinstance(found, Prepared), found
+        assert found.losses == pytest.approx(four_steps_serially(), rel=1e-5)
+        assert found.device_bytes <= parse_bytes(words["device_memory"])
+        assert found.plan.budgets.device_bytes == parse_bytes(words["device_memory"])
+        if "host_memory" in words:
+            share = parse_bytes(words["host_memory"]) // size
+            assert found.host_bytes <= share == found.plan.budgets.host_bytes
+        plans.append(found.plan)
+    assert plans == plans[:1] * size
+    return plans[0]
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_prepare_plans_inside_what_each_rank_has(name: str) -> None:
+    words = PREPARED[name]
+    plan = assert_prepared(name, words, 2)
+    is_whole = name == "auto, much memory"
+    assert (plan.sharding is None) is is_whole
+    if is_whole:
+        return
+    if words["sharding"] != "auto":
+        assert plan.sharding == (ONE_TO_ALL if "one to all" in name else Sharding(shards=2))
+    is_on_device = words.get("host_memory") == "100KiB"
+    assert {group.weights for group in plan.groups} == {Weights.SHARDED if is_on_device else Weights.STREAMED}
+    assert {site for group in plan.groups for site in group.sites} == {Site.DEVICE if is_on_device else Site.HOST}
+
+
+@pytest.mark.parametrize("name", HYBRID_PREPARED)
+def test_prepare_spreads_over_each_set(name: str) -> None:
+    plan = assert_prepared(name, HYBRID_PREPARED[name], 4)
+    assert plan.sharding is not None
+    assert plan.sharding.shards == 2
+    assert (plan.sharding.collective is Collective.ONE_TO_ALL) or name != "one to all"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_prepare_says_what_no_way_has(name: str) -> None:
+    first, second = (answer[name] for answer in prepared_on(2))
+    assert isinstance(first, str)
+    assert isinstance(second, str)
+    assert REFUSED[name][1] in first
+    assert second.startswith(("RanksDifferError: rank 0 could not plan", "ConfigError"))
+    assert REFUSED[name][1] in second
+
+
+def test_sharding_needs_ranks() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(
+        ConfigError, match="sharding='gather' spreads weights over several processes, and this is one; start"
+    ):
+        lowtide.prepare(model, optimizer, torch.ones(2), device="cpu", device_memory="1MiB", sharding="gather")
+    (alone,) = on_ranks(prepared_in, 1, {"": {"sharding": "gather", "device_memory": "1MiB"}})
+    assert "sharding='gather' spreads weights over ranks, and there is 1; start the script with torchrun" in alone[""]

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from lowtide import config, plain_text
+from lowtide.errors import ConfigError
 from tests.ranks import on_ranks
 from tests.train.rank_jobs import resume_where_one_sees_nothing
-from tests.train.runs import small_recipe
+from tests.train.runs import small_recipe, train
 
 pytestmark = pytest.mark.slow
 
@@ -62,14 +63,54 @@ def losses(folder: Path) -> list[float]:
 
 def test_two_ranks_train_the_run_of_one(tmp_path: Path) -> None:
     recipe = written(tmp_path, "accumulation=2", "evaluation.every=4", "max_grad_norm=1.0")
-    for num_ranks in (1, 2):
-        done = run(num_ranks, str(recipe), "--out", str(tmp_path / str(num_ranks)), "--json")
+    ways = {"one": [], "two": [], "spread": ["--set", "sharding=one to all"]}
+    for name, more in ways.items():
+        done = run(1 if name == "one" else 2, str(recipe), "--out", str(tmp_path / name), "--json", *more)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["is_finished"]  # of rank 0 alone: two of them would be no JSON
-    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
-    one, two = ([row["loss"] for row in rows(tmp_path / name, "evaluation")] for name in "12")
-    assert two == pytest.approx(one, rel=1e-5)
-    assert (tmp_path / "2" / "model" / "model.safetensors").exists()
+    one, *others = (
+        ([row["loss"] for row in rows(tmp_path / name, "evaluation")], losses(tmp_path / name)) for name in ways
+    )
+    for evaluations, found in others:
+        assert found == pytest.approx(one[1], rel=1e-5)
+        # What is held out has an odd number of batches, and ranks that share weights must call the model as often.
+        assert evaluations == pytest.approx(one[0], rel=1e-5)
+    assert "over 2 ranks (one to all)" in rows(tmp_path / "spread", "start")[0]["plan"]
+    for name in ("two", "spread"):
+        assert (tmp_path / name / "model" / "model.safetensors").exists()
+
+
+def test_a_killed_run_of_spread_weights_goes_on(tmp_path: Path) -> None:
+    """Its losses are those of one process, and after a kill those of the run that was not disturbed."""
+    recipe = written(tmp_path, "steps=40", "checkpoints.every=5", "max_grad_norm=1.0")
+    one, whole, killed = (tmp_path / name for name in ("one", "whole", "killed"))
+    alone = run(1, str(recipe), "--out", str(one))
+    assert alone.returncode == 0, alone.stderr
+    spread = ("--set", "sharding=gather")
+    undisturbed = run(2, str(recipe), "--out", str(whole), *spread)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert "has no effect" not in undisturbed.stderr, "of an allowance for its saves"
+    assert "over 2 ranks (gather)" in rows(whole, "start")[0]["plan"]
+    assert losses(whole) == pytest.approx(losses(one), rel=1e-5)
+    process = start(2, str(recipe), "--out", str(killed), *spread, max_restarts=1)
+    kill_a_rank(process, killed)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert losses(killed) == losses(whole)
+    assert len(rows(killed, "start")) == 2
+    assert (killed / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    resumed = run(1, str(killed), "--resume", "--set", "steps=42", "--set", "sharding=null")
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(losses(killed)) == 42
+
+
+def test_one_process_spreads_nothing(tmp_path: Path) -> None:
+    recipe = small_recipe(tmp_path, "sharding=auto")
+    with pytest.raises(
+        ConfigError, match="sharding is 'auto', which spreads weights over several .* start it with torchrun"
+    ):
+        train(recipe, tmp_path / "run")
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 
 def kill_a_rank(process: subprocess.Popen[str], folder: Path) -> None:

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from lowtide.cli.console import OUT, progress
 from lowtide.cli.plan import ANY, PlanRequest, Shown, for_manage
-from lowtide.errors import ConfigError, PlanError
+from lowtide.errors import ConfigError
 from lowtide.hardware.links import Cluster, Link
 from lowtide.planning.plan import plan_to_json
 from lowtide.report.plan_tables import LANE_NAMES, scaling_table, ways_table
-from lowtide.runtime.rank_ways import RankedWay, RankPlans, code_of, plan_ranks, scaling
+from lowtide.runtime.rank_ways import RankedWay, RankPlans, code_of, nothing_fits, plan_ranks, scaling
 from lowtide.units import format_bytes, format_count, format_seconds
 
 _OUT_OF_SCOPE = (
@@ -58,24 +58,12 @@ def run_plan_ranks(request: PlanRequest, *, as_json: bool, reports: list[Path], 
             OUT.print(Text(f"in your script: {_code(request, found.fastest)}", style="dim"), soft_wrap=True)
         OUT.print(Text(_OUT_OF_SCOPE, style="dim"))
     if found.fastest is None:
-        raise _nothing_fits(found)
+        raise nothing_fits(found)
 
 
 def _code(request: PlanRequest, way: RankedWay) -> str:
     words = {"host_memory": request.host_memory, "allow": request.allow.split(",") if request.allow else None}
     return code_of(way, for_manage(request), {key: value for key, value in words.items() if value is not None})
-
-
-def _nothing_fits(found: RankPlans) -> PlanError:
-    nearest = min(found.ways, key=lambda way: way.over_bytes + way.host_over_bytes)
-    device, host = nearest.candidate.device_bytes, nearest.candidate.host_bytes
-    return PlanError(
-        f"no way to train on {found.num_ranks} ranks fits {format_bytes(found.limits.device_bytes)} of each device and "
-        f"{format_bytes(found.limits.host_bytes)} of the host for each rank: {nearest.way.name!r}, the nearest, takes about "
-        f"{format_bytes(device)} of the device and {format_bytes(host)} of the host; give more ranks, more memory, or a smaller "
-        "batch",
-        needed_bytes=device,
-    )
 
 
 def _headline(request: PlanRequest, found: RankPlans) -> Panel:

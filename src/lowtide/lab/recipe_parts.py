@@ -21,7 +21,7 @@ from lowtide.memory.groups import find_named_groups
 from lowtide.optim import Adafactor, Lion
 from lowtide.planning.budget_plans import StaticPartition, WarmUp
 from lowtide.planning.hand_plan import make_plan, names_in
-from lowtide.planning.plan import Plan, Schedule, Site, Weights, require_sizes
+from lowtide.planning.plan import Plan, Schedule, Sharding, Site, Weights, require_sizes
 from lowtide.units import parse_bytes
 
 LEAST_VOCABULARY = 260
@@ -186,7 +186,7 @@ class PlanRecipe:
     DEFAULT_KIND: ClassVar[str] = "by-hand"
     weights: Weights | dict[str, Weights] = Weights.STREAMED
     """Where the weights of all groups are, or by group name, pattern ("blocks.*") or module path, with "*" for the others:
-    resident or streamed; `host` for an embedding by name."""
+    resident or streamed; `host` for an embedding by name; `sharded`, with `sharding`, for parts on the devices."""
     update: Site | float | dict[str, Site | float] = Site.HOST
     """Where chunks are updated: host, device, or the share (0 to 1) that the host updates; likewise by group name."""
     schedule: Schedule = Schedule.DEFERRED
@@ -207,6 +207,8 @@ class PlanRecipe:
     """The allocation cache: released buffers kept per size class, 0 for none; None: as `make_plan` has it."""
     defragment_every: int | None = None
     """Steps between two defragmentations of the host arena; None or 0: only when a request fails for fragmentation."""
+    sharding: Sharding | None = None
+    """How ranks share what is not resident: `{shards: 2, collective: gather}`, or `one to all`. None: each has all of it."""
 
     def __post_init__(self) -> None:
         require_least(self, 0, "prefetch_depth", "cached_buffers", "defragment_every")
@@ -225,7 +227,11 @@ class PlanRecipe:
 def plan_of(recipe: PlanRecipe, model: nn.Module) -> Plan:
     """The plan by hand for a model."""
     named = find_named_groups(model, names_in(recipe.weights, recipe.update, recipe.activations))
-    layout = lay_out(named, chunk_bytes=None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory))
+    layout = lay_out(
+        named,
+        chunk_bytes=None if recipe.chunk_memory is None else parse_bytes(recipe.chunk_memory),
+        shards=1 if recipe.sharding is None else recipe.sharding.shards,
+    )
     given: dict[str, Any] = {each.name: getattr(recipe, each.name) for each in fields(recipe)}
     del given["chunk_memory"]
     # All others are arguments of the same name; what is left out is as `make_plan` has it.

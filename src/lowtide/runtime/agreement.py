@@ -19,14 +19,18 @@ from lowtide.hardware.machine import lowtide_version
 from lowtide.memory.chunk import lay_out
 from lowtide.memory.groups import SPARSE_GRADIENT, find_groups, is_dense, unmanaged_parameters
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.planning.plan import Plan, Sharding, plan_from_json, plan_to_json
+from lowtide.planning.plan import Collective, Plan, Sharding, plan_from_json, plan_to_json
 from lowtide.runtime.passes.exchange import UNDER_WAY
+from lowtide.runtime.rank_ways import RankSettings, Way, fastest_plan, spread_ways
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
-    from lowtide.runtime.plan_problem import PlannedStep
+    from lowtide.planning.search import Limits
+    from lowtide.runtime.plan_problem import PlanProblem
     from lowtide.runtime.session import Session
 
+AUTO = "auto"
+"""The word for the fastest of all ways."""
 _INTEGER_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of an element, the type as which it is added up."""
 
@@ -107,9 +111,10 @@ def plan_alike(
     group: dist.ProcessGroup,
     device: torch.device,
     model: nn.Module,
-    search: Callable[..., PlannedStep],
+    pose: Callable[..., tuple[PlanProblem, Limits]],
     device_bytes: int,
     host_bytes: int,
+    ways: Callable[[int], Sequence[Way] | None] | None,
 ) -> Plan:
     """The plan that rank 0 finds, for all ranks. It leaves room for gradients that are on their way to the other ranks.
 
@@ -117,9 +122,10 @@ def plan_alike(
         group: Of the ranks.
         device: Of this rank.
         model: This rank's.
-        search: Finds a plan for `device_memory` and `host_memory`; called on rank 0.
+        pose: Makes the problem for `device_memory` and `host_memory`; called on rank 0.
         device_bytes: What this rank may take of its device. The least of all counts.
         host_bytes: What the ranks of this machine may take of its memory together.
+        ways: By the number of ranks, those to choose from, as for `rank_ways.fastest_plan`; None for the whole model on each.
     """
     ranks = Ranks(group, device)
     try:
@@ -129,12 +135,79 @@ def plan_alike(
             if ranks.rank == 0:
                 least = min(share // _num_on(name, hosts) for _, share, name in hosts)
                 budget = min(each for each, _, _ in hosts)
-                planned = search(device_memory=budget - _room(model, budget), host_memory=least)
-                budgets = replace(planned.plan.budgets, device_bytes=budget)
-                found = plan_to_json(replace(planned.plan, budgets=budgets))
+                if ways is None:
+                    problem, limits = pose(device_memory=budget - _room(model, budget), host_memory=least)
+                    plan = problem.fastest(limits).plan
+                    plan = replace(plan, budgets=replace(plan.budgets, device_bytes=budget))
+                else:
+                    chosen = ways(ranks.size)
+                    per_node = _per_node([name for _, _, name in hosts], chosen or ())
+                    problem, limits = pose(device_memory=budget, host_memory=least)
+                    limits = replace(
+                        limits, host_bytes=per_node * limits.host_bytes, pinned_bytes=per_node * limits.pinned_bytes
+                    )
+                    plan = fastest_plan(problem, limits, RankSettings(count=ranks.size, per_node=per_node), chosen)
+                found = plan_to_json(plan)
         return plan_from_json(ranks.exchange(found)[0])
     finally:
         ranks.close()
+
+
+def ways_asked(sharding: Sharding | str, ranks: object) -> Callable[[int], Sequence[Way] | None]:
+    """By the number of ranks, the ways that `sharding=` of `prepare` means; None for all there are.
+
+    Args:
+        sharding: As the user gave it: how, or a word.
+        ranks: Likewise. A mesh of two dimensions says how many share the weights.
+
+    Raises:
+        ConfigError: The word is none of them.
+    """
+    shares = _shares_of_mesh(ranks)
+    if isinstance(sharding, Sharding):
+        given = sharding
+        return lambda num_ranks: tuple(spread_ways(given, num_ranks))
+    collectives = tuple(Collective) if sharding == AUTO else tuple(each for each in Collective if each == sharding)
+    if not collectives:
+        raise ConfigError(
+            f"sharding is {sharding!r}; give 'gather', 'one to all', 'auto' or a lowtide.Sharding, or None for the whole model on "
+            "each rank",
+            key="sharding",
+        )
+
+    def ways(num_ranks: int) -> Sequence[Way] | None:
+        if sharding == AUTO and (shares is None or num_ranks == 1):
+            return None
+        if num_ranks == 1:
+            raise ConfigError(
+                f"sharding={str(sharding)!r} spreads weights over ranks, and there is 1; start the script with torchrun "
+                "--nproc-per-node 2 or more, or leave sharding out",
+                key="sharding",
+            )
+        found = [Way(name="data parallel")] if sharding == AUTO else []
+        for collective in collectives:
+            found += spread_ways(Sharding(shards=shares or num_ranks, collective=collective), num_ranks)
+        return tuple(found)
+
+    return ways
+
+
+def _shares_of_mesh(ranks: object) -> int | None:
+    """How many ranks share the weights by a mesh of two dimensions; None where that is not said."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from torch.distributed.device_mesh import DeviceMesh  # slow to load, and few give one
+
+    is_said = isinstance(ranks, DeviceMesh) and ranks.ndim == 2 and ranks.shape[1] > 1
+    return ranks.shape[1] if is_said else None  # type: ignore[attr-defined]  # a mesh has it
+
+
+def _per_node(hosts: Sequence[str], ways: Sequence[Way]) -> int:
+    """Ranks of each machine; 1, the slowest links, where machines have different numbers or sets of ranks lie across some."""
+    counts = {hosts.count(name) for name in hosts}
+    per_node = counts.pop() if len(counts) == 1 else 1
+    sets = [way.sharding.shards for way in ways if way.sharding is not None]
+    return per_node if all(shards % per_node == 0 or per_node % shards == 0 for shards in sets) else 1
 
 
 def _room(model: nn.Module, budget: int) -> int:

@@ -26,12 +26,12 @@ from lowtide.optim.update_types import Numerics
 from lowtide.planning.budget_curve import BudgetPoint, CurveSource, budget_curve
 from lowtide.planning.hand_plan import make_plan
 from lowtide.planning.lanes import GroupChoice, LaneRates
-from lowtide.planning.placement import assemble, can_stay_on_host
+from lowtide.planning.placement import assemble, can_stay_on_host, parts_by_chunk
 from lowtide.planning.plan import Budgets, Plan, Schedule, Sharding, Site, Weights
 from lowtide.planning.search import WORTH_IT, Candidate, Found, Limits, Search, Shape, probe_placement
 from lowtide.planning.simulator import SimulatedStep, lane_rates
 from lowtide.planning.step_costs import StepCosts, probe_policies, read_costs
-from lowtide.runtime.host_memory import state_bytes_by_parameter
+from lowtide.runtime.host_memory import HostNeed, host_need, state_bytes_by_parameter
 from lowtide.runtime.prediction.trace import Optimizer, trace, update_kind
 from lowtide.tracing.step_trace import StepTrace
 from lowtide.tracing.training_step import tensors_in
@@ -406,13 +406,26 @@ class PlanProblem:
         return found_s if found_s < candidate.step_s * (1 - _WORTH_A_WORD) else None
 
     @cached_property
-    def _state_bytes(self) -> dict[str, int]:
+    def _held(self) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor]]:
+        """The optimizer, and the parameters by name that it is about."""
         named: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            own = self.optimizer
-        else:
-            named = compat.without_memory(named)
-            own = self.optimizer([parameter for parameter in named.values() if parameter.requires_grad])
+            return self.optimizer, named
+        named = compat.without_memory(named)
+        return self.optimizer([parameter for parameter in named.values() if parameter.requires_grad]), named
+
+    def host_needs(self, plan: Plan, layout: Layout) -> list[HostNeed]:
+        """What the host must hold for each of the ranks that share the weights, as a session finds it."""
+        own, named = self._held
+        parts = parts_by_chunk(plan, layout)
+        return [
+            host_need(layout, plan, own, self.numerics, named, {name: each[rank] for name, each in parts.items()})
+            for rank in range(layout.shards)
+        ]
+
+    @cached_property
+    def _state_bytes(self) -> dict[str, int]:
+        own, named = self._held
         sizes = state_bytes_by_parameter(own, self.numerics)
         return {
             group.name: sum(sizes.get(id(named[parameter.name]), 0) for parameter in group.parameters)

@@ -19,7 +19,7 @@ from lowtide.memory.groups import find_groups
 from lowtide.memory.tier import PINNABLE_SHARE, host_capacity_bytes
 from lowtide.optim.update_types import numerics_of
 from lowtide.planning.budget_plans import WarmUp
-from lowtide.planning.plan import Plan, Schedule, Site, word_of
+from lowtide.planning.plan import Plan, Schedule, Sharding, Site, word_of
 from lowtide.planning.search import Limits
 from lowtide.planning.step_costs import POLICIES
 from lowtide.runtime.manage import manage
@@ -33,6 +33,7 @@ from lowtide.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Size = str | int
 
@@ -185,7 +186,8 @@ def prepare(
     loss: Loss | None = None,
     autocast: str | torch.dtype | None = None,
     on_progress: Callable[[str], None] | None = None,
-    ranks: ProcessGroup | None = None,
+    ranks: ProcessGroup | DeviceMesh | None = None,
+    sharding: Sharding | str | None = None,
 ) -> Session:
     """Trace, plan and manage in one call: the model then trains inside the memory there is, under an unchanged loop.
 
@@ -209,6 +211,9 @@ def prepare(
         on_progress: Is told what is being done.
         ranks: As for `manage`. Rank 0 plans, for the least device memory that a rank has and an equal part of their host's memory;
             the plan then stays.
+        sharding: With `ranks`, how they share weights, gradients and optimizer state: "gather" or "one to all" over all ranks (or
+            the last dimension of a mesh), a `lowtide.Sharding`, or "auto" for the fastest of all ways. On the devices or on the
+            hosts, whichever fits and is faster. None: each rank has the whole model.
 
     Returns:
         The session. Its `plan` says what was chosen.
@@ -231,6 +236,12 @@ def prepare(
     from lowtide.runtime.replanning import LOGGER, Replanning
     from lowtide.runtime.step_planner import StepPlanner
 
+    if sharding is not None and ranks is None:
+        raise ConfigError(
+            f"sharding={str(sharding)!r} spreads weights over several processes, and this is one; start the script with torchrun, "
+            "and give ranks=torch.distributed.group.WORLD as well",
+            key="sharding",
+        )
     is_cuda = torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
     chosen_device = torch.device("cuda" if is_cuda else "cpu") if device is None else torch.device(device)
     if not is_cuda and device_memory is None:
@@ -240,9 +251,8 @@ def prepare(
     hardware = hardware_of(chosen_device)
     budget = _free_bytes(chosen_device) if device_memory is None else parse_bytes(device_memory)
     words: dict[str, Any] = {"hardware": hardware, "precision": precision, "moments": moments, "autocast": autocast}
-    search: Callable[..., PlannedStep] = partial(
-        plan, host_memory=host_memory, schedule=schedule, max_grad_norm=max_grad_norm, allow=tuple(allow), **words
-    )
+    asked: dict[str, Any] = {"schedule": schedule, "max_grad_norm": max_grad_norm, "allow": tuple(allow), **words}
+    search: Callable[..., PlannedStep] = partial(plan, host_memory=host_memory, **asked)
     start = partial(
         manage,
         model,
@@ -255,11 +265,14 @@ def prepare(
         seed=seed,
     )
     if ranks is not None:
-        from lowtide.runtime.agreement import plan_alike
+        from lowtide.distributed.ranks import group_of
+        from lowtide.runtime.agreement import plan_alike, ways_asked
 
-        search_here = partial(search, model, batch, optimizer=optimizer, loss=loss, on_progress=on_progress)
+        posed = partial(pose, model, batch, optimizer=optimizer, loss=loss, on_progress=on_progress, **asked)
         host_bytes = host_capacity_bytes() if host_memory is None else parse_bytes(host_memory)
-        return start(plan_alike(ranks, chosen_device, model, search_here, budget, host_bytes), ranks=ranks)
+        group = group_of(ranks, sharding.shards if isinstance(sharding, Sharding) else 1)
+        ways = None if sharding is None else ways_asked(sharding, ranks)
+        return start(plan_alike(group, chosen_device, model, posed, budget, host_bytes, ways), ranks=group)
     try:
         planned = search(model, batch, optimizer=optimizer, device_memory=budget, loss=loss, on_progress=on_progress)
     except TraceError as error:
@@ -267,8 +280,8 @@ def prepare(
             f"the step could not be traced ({error}); the plan is made after one observed training step instead",
             stacklevel=2,
         )
-        asked = word_of(Schedule, schedule, "schedule")
-        return start(WarmUp(device_memory=budget, host_memory=host_memory, schedule=asked))
+        when = word_of(Schedule, schedule, "schedule")
+        return start(WarmUp(device_memory=budget, host_memory=host_memory, schedule=when))
     # Before the model is managed, as it cannot be copied afterwards.
     planner = StepPlanner(search, words, model=model, batch=batch, optimizer=optimizer, loss=loss, device_bytes=budget)
     session = start(planned.plan)

@@ -1,7 +1,8 @@
 """The ways to train one model on several ranks, each simulated at its best, and which of them fits and is the fastest.
 
-What a rank takes of its device and host is estimated from the traced step, as the search for plans does it, and not replayed with
-the allocator. Tensor and pipeline parallelism are out of scope: every rank runs the whole model on its own batch.
+What a rank takes of its device and host is estimated from the traced step, as the search for plans does it. Where a run is to
+begin, the step is replayed with the allocator as well. Tensor and pipeline parallelism are out of scope: every rank runs the whole
+model on its own batch.
 """
 
 from __future__ import annotations
@@ -15,20 +16,24 @@ from dataclasses import dataclass, replace
 from lowtide.errors import ConfigError, PlanError
 from lowtide.hardware import Hardware
 from lowtide.hardware.links import Cluster, Operation, find_link, link_of
-from lowtide.memory.chunk import lay_out
-from lowtide.planning.plan import Collective, Plan, Schedule, Sharding, Site, Weights
-from lowtide.planning.rank_costs import RankCosts, bytes_between_ranks, costs_in, rank_costs
+from lowtide.memory.chunk import ChunkSpec, Layout, lay_out
+from lowtide.planning.placement import assemble, is_trained, window_bytes_needed
+from lowtide.planning.plan import Budgets, Collective, Plan, Schedule, Sharding, Site, Weights
+from lowtide.planning.rank_costs import RankCosts, bucket_bytes, bytes_between_ranks, costs_in, rank_costs, row_bytes
 from lowtide.planning.search import Candidate, Limits, Search, Shape
 from lowtide.planning.simulator import SimulatedStep, lane_rates
 from lowtide.planning.timeline import Reason
 from lowtide.runtime.passes.exchange import UNDER_WAY
 from lowtide.runtime.plan_problem import PlanProblem, plan_of, smallest
 from lowtide.runtime.prediction.trace import update_kind
+from lowtide.units import format_bytes
 
 MOST_RANKS = 1024
 _GAPS = 0.04
 """The share of the device budget that the allocator is taken to hold beyond its tensors, as where all hardware is ranked."""
 _PER_NODE = 8
+_MOST_REPLAYS = 4
+"""Of one way, each with less left to the search, before it counts as one that does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +119,11 @@ class RankedWay:
     """What is beyond the device's budget; 0 where the step fits it."""
     host_over_bytes: int
     """The same of the host's."""
+    beside_bytes: int
+    """Of the device, beyond what one process takes that streams all weights and updates on the host: gradients on their way
+    between ranks, and what the device keeps."""
+    update_bytes: int
+    """Of the device in `step()`, beside windows: parts, and what torch's own step takes besides, a copy of each weight."""
     num_tokens: int
     """Of a rank's batch."""
     blocks: tuple[str, ...]
@@ -156,13 +166,16 @@ class RankPlans:
         return min((way for way in self.ways if way.fits), key=lambda way: way.step_s, default=None)
 
 
-def plan_ranks(problem: PlanProblem, limits: Limits, settings: RankSettings) -> RankPlans:
+def plan_ranks(
+    problem: PlanProblem, limits: Limits, settings: RankSettings, ways: Sequence[Way] | None = None
+) -> RankPlans:
     """The ways to train on so many ranks.
 
     Args:
         problem: The step of one rank.
         limits: What a device may hold, and what a whole node's host may: its ranks share it equally.
         settings: The ranks, and the links between them.
+        ways: Those to look at; None for all.
 
     Raises:
         ConfigError: The ranks do not fill their nodes, or the shards do not divide them.
@@ -173,7 +186,7 @@ def plan_ranks(problem: PlanProblem, limits: Limits, settings: RankSettings) -> 
     local = cluster.all_of(num_ranks).per_node
     within = replace(limits, host_bytes=limits.host_bytes // local, pinned_bytes=limits.pinned_bytes // local)
     found = []
-    for way in _ways(num_ranks, cluster, settings.shards):
+    for way in ways or _ways(num_ranks, cluster, settings.shards):
         problem.tell(f"simulating {num_ranks} ranks: {way.name}")
         found.append(_best(problem, within, cluster, num_ranks, way))
     return RankPlans(num_ranks=num_ranks, cluster=cluster, ways=tuple(found), limits=within)
@@ -201,20 +214,157 @@ def _ways(num_ranks: int, cluster: Cluster, shards: int | None) -> Iterator[Way]
     yield Way(name="data parallel")
     if num_ranks == 1:
         return
-    sites = {"device": Site.DEVICE, "host": Site.HOST}
-    for where, site in sites.items():
-        yield Way(name=f"sharded, {where}", sharding=Sharding(shards=num_ranks), site=site)
-    for where, site in sites.items():
-        one = Sharding(shards=num_ranks, collective=Collective.ONE_TO_ALL)
-        yield Way(name=f"one to all, {where}", sharding=one, site=site)
+    for collective in Collective:
+        yield from spread_ways(Sharding(shards=num_ranks, collective=collective), num_ranks)
     if shards is None and 1 < cluster.per_node < num_ranks:
         shards = cluster.per_node
     if shards is not None:
-        for where, site in sites.items():
-            yield Way(name=f"hybrid, {where}", sharding=Sharding(shards=shards), site=site)
+        yield from spread_ways(Sharding(shards=shards), num_ranks)
 
 
-def _best(problem: PlanProblem, limits: Limits, cluster: Cluster, num_ranks: int, way: Way) -> RankedWay:
+def spread_ways(sharding: Sharding, num_ranks: int) -> Iterator[Way]:
+    """Parts on the devices, and on the hosts."""
+    name = "sharded" if sharding.collective is Collective.GATHER else "one to all"
+    if sharding.shards < num_ranks:
+        name = "hybrid" if sharding.collective is Collective.GATHER else "hybrid, one to all"
+    for where, site in {"device": Site.DEVICE, "host": Site.HOST}.items():
+        yield Way(name=f"{name}, {where}", sharding=sharding, site=site)
+
+
+def fastest_plan(
+    problem: PlanProblem, limits: Limits, settings: RankSettings, ways: Sequence[Way] | None = None
+) -> Plan:
+    """The plan of the fastest way whose replayed step is inside the budgets.
+
+    Args:
+        problem: As for `plan_ranks`, as are the others.
+        limits: What a device may hold, and what a whole node's host may.
+        settings: The ranks.
+        ways: Those to choose from; None for all.
+
+    Raises:
+        ConfigError: The ranks do not fill their nodes, or the shards do not divide them.
+        PlanError: None fits; the message says what the nearest takes.
+    """
+    found = plan_ranks(problem, limits, settings, ways)
+    tried = []
+    for way in sorted(found.ways, key=lambda way: (not way.fits, way.step_s)):
+        replayed = _replayed(problem, found, way)
+        if replayed.fits:
+            return replayed.plan
+        tried.append(replayed)
+    raise nothing_fits(replace(found, ways=tuple(tried)))
+
+
+def nothing_fits(found: RankPlans) -> PlanError:
+    """Says what the nearest way takes."""
+    nearest = min(found.ways, key=lambda way: way.over_bytes + way.host_over_bytes)
+    host = (
+        found.limits.host_bytes + nearest.host_over_bytes if nearest.host_over_bytes else nearest.candidate.host_bytes
+    )
+    device = found.limits.device_bytes + nearest.over_bytes if nearest.over_bytes else nearest.candidate.device_bytes
+    way = "no way to train" if len({each.way.sharding for each in found.ways}) > 1 else "no plan"
+    return PlanError(
+        f"{way} on {found.num_ranks} ranks fits {format_bytes(found.limits.device_bytes)} of each device and "
+        f"{format_bytes(found.limits.host_bytes)} of the host for each rank: {nearest.way.name!r}, the nearest, takes about "
+        f"{format_bytes(device)} of the device and {format_bytes(host)} of the host; give more ranks, more memory, or a smaller "
+        "batch",
+        needed_bytes=device,
+    )
+
+
+def _replayed(problem: PlanProblem, found: RankPlans, way: RankedWay) -> RankedWay:
+    """The way with its bytes replayed, searched again beside what the estimate did not see, where that is too much."""
+    limits, beyond = found.limits, 0
+    if way.way.sharding is None:
+        return _replayed_whole(problem, limits, way)
+    for _ in range(_MOST_REPLAYS):
+        way = replace(way, host_over_bytes=_host_over_bytes(problem, limits, way))
+        if way.host_over_bytes:
+            return way
+        problem.tell(f"replaying the step: {way.way.name}")
+        needed = _needed_bytes(problem, limits, way)
+        over = max(0, needed - limits.device_bytes)
+        if not over or not way.fits:
+            return replace(way, over_bytes=over)
+        beyond += needed - way.candidate.device_bytes
+        way = _best(problem, limits, found.cluster, found.num_ranks, way.way, beyond)
+    return replace(way, over_bytes=over)
+
+
+def _replayed_whole(problem: PlanProblem, limits: Limits, way: RankedWay) -> RankedWay:
+    """All of the model on each rank: planned as for one process, with room for gradients on their way."""
+    least = way.beside_bytes
+    try:
+        if limits.device_bytes > least:
+            planned = problem.fastest(replace(limits, device_bytes=limits.device_bytes - least)).plan
+            budgets = replace(planned.budgets, device_bytes=limits.device_bytes)
+            return replace(way, plan=replace(planned, budgets=budgets), over_bytes=0, host_over_bytes=0)
+    except PlanError as error:
+        least += error.needed_bytes or 0
+    return replace(way, over_bytes=max(1, way.over_bytes, least - limits.device_bytes))
+
+
+def _host_over_bytes(problem: PlanProblem, limits: Limits, way: RankedWay) -> int:
+    """What is beyond the host's budgets on the rank that needs most, as its session will find it."""
+    assert way.way.sharding is not None, "the whole model is planned as ever"
+    layout = lay_out(problem.layout.groups, chunk_bytes=way.plan.chunk_bytes, shards=way.way.sharding.shards)
+    stashed = problem.search.estimate.stashed_bytes(way.candidate.placement)
+    needs = problem.host_needs(way.plan, layout)
+    host = stashed + max(need.everything_bytes for need in needs) - limits.host_bytes
+    pinned = stashed + max(need.total_bytes + need.paged_bytes for need in needs) - limits.pinned_bytes
+    return max(0, host, pinned)
+
+
+def _needed_bytes(problem: PlanProblem, limits: Limits, way: RankedWay) -> int:
+    """What a rank's device takes. Its step is replayed as that of one process whose gradients go to the host at once."""
+    plan, sharding = way.plan, way.way.sharding
+    assert sharding is not None, "the whole model is replayed as it is"
+    layout = lay_out(problem.layout.groups, chunk_bytes=plan.chunk_bytes, shards=sharding.shards)
+    alike = assemble(
+        problem.layout,
+        weights={},
+        sites={},
+        schedule=plan.schedule,
+        prefetch_depth=plan.prefetch_depth,
+        activations=plan.activations,
+        budgets=Budgets(device_bytes=max(0, limits.device_bytes - way.beside_bytes)),
+    )
+    windows = window_bytes_needed(layout, plan)
+    beside = way.beside_bytes + max(0, windows - window_bytes_needed(problem.layout, alike))
+    try:
+        traced = problem.under(alike)
+    except PlanError:  # the budget does not even hold the windows
+        traced = problem.under(replace(alike, budgets=Budgets()))
+    return max(traced.peak_reserved_bytes + beside, windows + way.update_bytes)
+
+
+def _under_way_bytes(layout: Layout, sharding: Sharding | None) -> int:
+    """Device bytes of gradients on their way between ranks, at most: buckets, and this rank's sum of each."""
+
+    def taken(chunk: ChunkSpec) -> int:
+        if sharding is None:
+            return sum(bucket_bytes(chunk))
+        num_rows = sharding.shards + 1 if sharding.collective is Collective.GATHER else 1
+        return num_rows * row_bytes(chunk, sharding)
+
+    return (UNDER_WAY + 1) * max(map(taken, filter(is_trained, layout.chunks)), default=0)
+
+
+def _kept_bytes(problem: PlanProblem, candidate: Candidate, ranks: RankCosts) -> tuple[int, int]:
+    """Bytes of a rank's parts on its device: in a backward, and with what their update takes."""
+    choices = candidate.placement.groups.items()
+    shares = [ranks.of(name, choice.weights) for name, choice in choices if choice.weights is Weights.SHARDED]
+    held = sum(share.weight_bytes + share.state_bytes for share in shares)
+    if candidate.placement.schedule is Schedule.IN_BACKWARD:
+        return held, held
+    gradients = sum(share.trained_bytes for share in shares)
+    return held + gradients, held + (1 if problem.numerics is not None else 2) * gradients
+
+
+def _best(
+    problem: PlanProblem, limits: Limits, cluster: Cluster, num_ranks: int, way: Way, beyond_bytes: int = 0
+) -> RankedWay:
     layout = problem.layout
     if way.sharding is not None:
         layout = lay_out(layout.groups, chunk_bytes=layout.chunk_bytes, shards=way.sharding.shards)
@@ -225,10 +375,12 @@ def _best(problem: PlanProblem, limits: Limits, cluster: Cluster, num_ranks: int
         ranks = rank_costs(costs, layout, cluster, num_ranks, way.sharding, under_way=UNDER_WAY + 1)
     kind = update_kind(problem.numerics, problem.hardware)
     rates = lane_rates(problem.hardware, kind, ranks_on_host=cluster.all_of(num_ranks).per_node)
-    search = Search(costs, layout, rates, correction_bytes=beyond + int(_GAPS * limits.device_bytes), ranks=ranks)
+    correction = beyond + int(_GAPS * limits.device_bytes) + beyond_bytes
+    search = Search(costs, layout, rates, correction_bytes=correction, ranks=ranks)
     candidate = _fastest(search, limits, way) if way.site is None else _fastest_sharded(search, limits, way.site)
     plan = plan_of(candidate, search, limits, way.sharding)
     simulated = search.simulator.step(candidate.placement)
+    kept, update = (0, 0) if ranks is None else _kept_bytes(problem, candidate, ranks)
     gathers = Counter(span.name for span in simulated.timeline.spans if span.reason is Reason.GATHER)
     return RankedWay(
         way=way,
@@ -239,6 +391,8 @@ def _best(problem: PlanProblem, limits: Limits, cluster: Cluster, num_ranks: int
         sent_bytes=bytes_between_ranks(plan, layout, num_ranks=num_ranks, fetches=gathers),
         over_bytes=max(0, candidate.device_bytes - limits.device_bytes),
         host_over_bytes=max(0, candidate.host_bytes - limits.host_bytes, candidate.pinned_bytes - limits.pinned_bytes),
+        beside_bytes=kept + (_under_way_bytes(layout, way.sharding) if num_ranks > 1 else 0),
+        update_bytes=update,
         num_tokens=problem.num_tokens,
         blocks=tuple(name for name, group in costs.groups.items() if len(group.policies) > 1),
     )

@@ -179,6 +179,7 @@ def prepared(subject: Subject, team: Team, say: Callable[[str], None]) -> Iterat
         seed=recipe.seed,
         on_progress=say,
         ranks=team.group,
+        sharding=recipe.sharding,
     ) as session:
         yield Trained(
             model=model, optimizer=optimizer, session=session, scaler=LossScaler() if recipe.is_scaled else None

@@ -188,6 +188,8 @@ class TrainRecipe:
     """What may be reserved of the device, such as `24GiB`; None: what is free. An emulated device needs it."""
     host_memory: str | int | None = None
     """What may be used of the host; None: all of it."""
+    sharding: Literal["gather", "one to all", "auto"] | None = None
+    """How the ranks that torchrun has started share weights, gradients and optimizer state; None: each has all of them."""
     dtype: str | None = None
     """Type of the weights; None: what the folder's config names, float32 for other models."""
     precision: str | None = None
@@ -286,10 +288,21 @@ class TrainRecipe:
 
 
 HARMLESS = frozenset(
-    {"about", "steps", "epochs", "device_memory", "host_memory", "evaluation", "checkpoints", "log", "faults"}
+    {
+        "about",
+        "steps",
+        "epochs",
+        "device_memory",
+        "host_memory",
+        "sharding",
+        "evaluation",
+        "checkpoints",
+        "log",
+        "faults",
+    }
 )
 """What a run may be resumed with otherwise: none of it changes a step that both runs take, but that a learning rate which
-decays over `steps` follows the new number from there on."""
+decays over `steps` follows the new number from there on, and that `sharding` may add gradients up in another order."""
 
 
 def read_train_recipe(name: str, overrides: Sequence[str] = ()) -> TrainRecipe:

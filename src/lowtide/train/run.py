@@ -118,6 +118,7 @@ def _run(
     with team.together("begin the run"):
         subject = find_subject(recipe)
         team.require_rows(subject.shape[0])
+        team.require_several(recipe.sharding)
         differing = out.check(subject.recipe, resume=resume)
         tokenizer = find_tokenizer(recipe.data.tokenizer, recipe.model) if recipe.data.tokens is None else None
         inputs = read_inputs(subject, tokenizer, watcher.say)
@@ -419,11 +420,14 @@ class Run:
         model.eval()
         total = rows = 0.0
         with torch.no_grad():
-            for batch in self._inputs.held_out[self._team.rank :: self._team.size]:
+            held_out, rank = self._inputs.held_out, self._team.rank
+            for first in range(0, len(held_out), self._team.size):
                 if self._is_stopping:
                     break
+                # All ranks call the model as often, because they may share its weights: one without a batch repeats the last.
+                batch = held_out[min(first + rank, len(held_out) - 1)]
                 loss = model(**on_device(batch, self._subject.device)).loss
-                count = len(batch["input_ids"])
+                count = len(batch["input_ids"]) if first + rank < len(held_out) else 0
                 total, rows = total + count * float(loss.double().item()), rows + count
         model.train()
         if self._is_stopping:

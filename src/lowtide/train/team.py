@@ -102,6 +102,19 @@ class Team:
             )
         return rows // self.size
 
+    def require_several(self, sharding: str | None) -> None:
+        """Refuse to spread the weights of one process.
+
+        Raises:
+            ConfigError: It is asked for.
+        """
+        if sharding is not None and self._ranks is None:
+            raise ConfigError(
+                f"sharding is {sharding!r}, which spreads weights over several processes, and this is one; start it with torchrun "
+                "--nproc-per-node 2 -m lowtide train ..., or leave sharding out",
+                key="sharding",
+            )
+
     def part(self, batch: Batch) -> Batch:
         """This rank's rows."""
         if self.size == 1:

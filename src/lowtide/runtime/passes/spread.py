@@ -67,8 +67,8 @@ class ChunkParts:
             other = next(rank for rank, total in enumerate(totals) if total != totals[0])
             raise RanksDifferError(
                 f"the weights of chunk {self.name} were written to, and rank {other} of those that share them has other values "
-                "than rank 0: each keeps a part, so the whole would be a mixture. Write the same on all ranks, such as an average of "
-                "what each has seen, or make the group resident"
+                "than rank 0: each keeps a part, so the whole would be a mixture. Write the same on all ranks, such as an average "
+                "of what each has seen, or make the group resident"
             )
 
     def gather(self, device: torch.Tensor, mine: Copied) -> Copied:
