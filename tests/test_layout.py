@@ -47,7 +47,7 @@ RANKS = (
     "runtime/parameters/recorded_operators",
 )  # fmt: skip
 TRAIN = ("train/", "cli/train")
-MOST_LINES = {RANKS: 4_500, PLANNER: 8_100, CHECKPOINTS: 3_850, TRAIN: 2_450}
+MOST_LINES = {RANKS: 4_700, PLANNER: 8_100, CHECKPOINTS: 3_850, TRAIN: 2_450}
 """Lines without docstrings of the files whose paths begin so. A later feature adds a row of its own."""
 MOST_OTHER_LINES = 43_800
 """The same of all other files: 42,000, and 1,800 for what checkpoints, runs, ranks and parts changed in the session, its

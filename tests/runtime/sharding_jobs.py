@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
 import lowtide.optim
+import lowtide.runtime.manage
 from lowtide.distributed.ranks import Ranks, UnderWay
 from lowtide.errors import LowtideError, SessionError
 from lowtide.memory.chunk import lay_out
@@ -427,3 +428,101 @@ def prepared_in(rank: int, jobs: dict[str, ALL]) -> dict[str, Prepared | str]:
                 host_bytes=session._open().host_tiers.need.everything_bytes,
             )
     return found
+
+
+# -- what a review found -----------------------------------------------------------------------------------------------
+
+
+def change_gathered(rank: int, how: str) -> tuple[float, str]:
+    """Under `gathered`, double all weights past autograd, or on one rank alone. Returns the share that is double, and the error."""
+    model, optimizer = make(Job())
+    before = values_of(model)
+    told = ""
+    with lowtide.manage(
+        model, optimizer, spread_plan(model, "sharded"), device="cpu", ranks=dist.group.WORLD
+    ) as session:
+        try:
+            with session.gathered():
+                for parameter in model.parameters():
+                    if how == "in place" or (how == "on one rank" and rank == 0):
+                        parameter.data.mul_(2)
+                    elif how == "other memory":
+                        parameter.data = parameter.data * 2
+        except LowtideError as error:
+            told = f"{type(error).__name__}: {error}"
+    after = values_of(model)
+    return sum(torch.equal(2 * value, after[name]) for name, value in before.items()) / len(before), told
+
+
+def save_between(rank: int, folder: str) -> str:
+    """What a save between a backward and its step is told."""
+    model, optimizer = make(Job())
+    with lowtide.manage(
+        model, optimizer, spread_plan(model, "sharded"), device="cpu", ranks=dist.group.WORLD
+    ) as session:
+        model(batches(1)[0].chunk(2)[rank]).backward()
+        try:
+            session.save(folder)
+        except LowtideError as error:
+            return str(error)
+    return "nothing was said"
+
+
+def manage_alone(rank: int, case: str) -> str:
+    """What each rank is told where the second one has a plan of its own, or fails when it has begun."""
+    model, optimizer = make(Job())
+    plan = spread_plan(model, "streamed")
+    if rank == 1 and case == "another plan":
+        plan = lowtide.make_plan(model, weights="streamed")
+    if rank == 1 and case == "a late failure":
+        lowtide.runtime.manage._place_the_rest = _fail  # in this process alone
+    try:
+        lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD)
+    except (LowtideError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+def scaled_beside_resident(rank: int, is_reversed: bool) -> tuple[float, float, float]:
+    """Spread and resident groups that the host updates, in one list of a scaler's. The weights' distance from plain torch, the
+    scale after, and the scale after a step in which one rank overflows.
+    """
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        parameters = list(model.parameters())
+        return model, torch.optim.SGD([*reversed(parameters)] if is_reversed else parameters, lr=0.1, foreach=False)
+
+    xs = torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(1))
+    plain, plain_optimizer = made()
+    for x in xs:
+        for part in x.chunk(2):
+            (plain(part).square().mean() / 2).backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plan = lowtide.make_plan(
+        model, weights={"*": "streamed", "0": "resident"}, update="host", sharding=Sharding(shards=2)
+    )
+    with lowtide.manage(model, optimizer, plan, device="cpu", ranks=dist.group.WORLD) as session:
+        for x in xs:
+            scaler.scale(model(x.chunk(2)[rank]).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        with session.gathered():
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            distance = max(float((one.detach() - other.detach()).abs().max()) for one, other in pairs)
+        scale = scaler.get_scale()
+        loss = model(xs[0].chunk(2)[rank]).square().mean()
+        scaler.scale(loss * (1e38 if rank == 0 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return distance, scale, scaler.get_scale()

@@ -21,13 +21,17 @@ from tests.runtime.sharding_jobs import (
     break_off,
     bytes_of_a_rank,
     bytes_sent,
+    change_gathered,
     events_of_a_step,
     four_steps_serially,
+    manage_alone,
     manage_badly,
     prepared_in,
     read_outside,
     resumed,
+    save_between,
     saved,
+    scaled_beside_resident,
     see_and_change,
 )
 
@@ -394,3 +398,39 @@ def test_sharding_needs_ranks() -> None:
         lowtide.prepare(model, optimizer, torch.ones(2), device="cpu", device_memory="1MiB", sharding="gather")
     (alone,) = on_ranks(prepared_in, 1, {"": {"sharding": "gather", "device_memory": "1MiB"}})
     assert "sharding='gather' spreads weights over ranks, and there is 1; start the script with torchrun" in alone[""]
+
+
+# -- what a review found -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["in place", "other memory"])
+def test_gathered_keeps_changes_past_autograd(how: str) -> None:
+    for share, told in on_ranks(change_gathered, 2, how):
+        assert (share, told) == (1.0, "")
+
+
+def test_gathered_refuses_ranks_that_change_differently() -> None:
+    for _, told in on_ranks(change_gathered, 2, "on one rank"):
+        assert told.startswith("RanksDifferError: the weights of chunk ")
+        assert "the whole would be a mixture" in told
+
+
+def test_a_save_between_backward_and_step_is_refused(tmp_path: Path) -> None:
+    for told in on_ranks(save_between, 2, str(tmp_path)):
+        assert "was called between a backward and its step()" in told
+
+
+@pytest.mark.parametrize("case", ["another plan", "a late failure"])
+def test_a_rank_that_cannot_manage_is_told_to_all(case: str) -> None:
+    first, second = on_ranks(manage_alone, 2, case)
+    assert first.startswith("RanksDifferError: rank 1 ")
+    assert second.startswith("RanksDifferError: rank 1 " if case == "another plan" else "MemoryError: no room")
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_scaler_over_spread_and_resident_gradients(is_reversed: bool) -> None:
+    """torch asks one class alone of all that are in its list."""
+    for distance, scale, after in on_ranks(scaled_beside_resident, 2, is_reversed):
+        assert distance < 1e-6
+        assert scale == 1024.0
+        assert after == 512.0
