@@ -93,8 +93,8 @@ def test_a_window_costs_the_same_in_a_deep_model(weights: str, update: str, sche
     # Some 25 of them hold interrupts back while a window or a hook changes the session's condition. A step asks twice whether a
     # save still reads what it changes. Where the host updates in backward, how far the worker is moves it by some three.
     [
-        ("streamed", "device", "in_backward", 478),
-        ("streamed", "device", "deferred", 520),
+        ("streamed", "device", "in_backward", 486),
+        ("streamed", "device", "deferred", 528),
         ("streamed", "host", "in_backward", 575),
         ("streamed", "host", "deferred", 590),
         ("resident", "host", "deferred", 545),

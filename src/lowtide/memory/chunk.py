@@ -245,6 +245,8 @@ class StoredGroup:
         self.name = spec.name
         self.chunks = chunks
         self.num_open = 0
+        self.is_spread = bool(chunks) and chunks[0].exchange is not None
+        """Whether each rank keeps a part of it."""
 
     @property
     def is_resident(self) -> bool:
@@ -254,11 +256,6 @@ class StoredGroup:
             if chunk.state is not ChunkState.RESIDENT:
                 return False
         return True
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether each rank keeps a part of it."""
-        return bool(self.chunks) and self.chunks[0].exchange is not None
 
     @property
     def is_changing(self) -> bool:

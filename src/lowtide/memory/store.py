@@ -183,7 +183,8 @@ class ChunkStore:
         if chunk.state is not ChunkState.DIRTY:
             chunk.become(ChunkState.DIRTY)
         now = self._mover.now() if at is None else at
-        chunk.written = self._mover.to_host(chunk.host, chunk.device_part, [now])
+        source = chunk.device if chunk.exchange is None else chunk.device_part
+        chunk.written = self._mover.to_host(chunk.host, source, [now])
         # Only now: a chunk whose copy was not issued stays dirty, and `rebuild` issues it.
         chunk.become(ChunkState.WRITING_BACK)
         self._listener.on_copy(chunk, chunk.written, "write back")
@@ -412,9 +413,11 @@ class ChunkStore:
             self._take_memory(chunk)
             chunk.become(ChunkState.FETCHING)
             after = [chunk.written.ended] if chunk.written is not None else []
-            chunk.fetched = self._mover.to_device(chunk.device_part, chunk.host, after)
-            if chunk.exchange is not None:
-                chunk.fetched = chunk.exchange.gather(chunk.device, chunk.fetched)
+            if chunk.exchange is None:
+                chunk.fetched = self._mover.to_device(chunk.device, chunk.host, after)
+            else:
+                part = self._mover.to_device(chunk.device_part, chunk.host, after)
+                chunk.fetched = chunk.exchange.gather(chunk.device, part)
             chunk.num_fetches += 1
             chunk.is_behind = False
             self._listener.on_present(chunk, chunk.fetched.started)

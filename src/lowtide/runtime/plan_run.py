@@ -769,6 +769,7 @@ def switch_plan(plan_run: PlanRun, plan: Plan) -> PlanRun:
     check_plan(plan, setup.layout)
     handed_over: HandOver | None = None
     successor: PlanRun | None = None
+    plan_run.settle()
     try:
         handed_over = plan_run.hand_over()
         successor = PlanRun(setup, plan, fill=copy_values, handed_over=handed_over)

@@ -28,7 +28,6 @@ name. The leaf is empty if the rank has nothing of the parameter, so that all ra
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -72,6 +71,10 @@ class ManagedParameter:
         self.spec = spec
         self.leaf: torch.Tensor = parameter if leaf is None else leaf
         """What an update changes, with its gradient: the parameter, or see Note [A parameter that is spread over ranks]."""
+        self.is_spread = leaf is not None
+        """Whether each rank has a piece of it."""
+        self.has_piece = leaf is None or piece is not None
+        """Whether there is something to update: a rank may have nothing of a parameter that is spread."""
         self.piece = piece
         """What this rank has of a parameter that is spread over ranks; None if that is nothing, or all."""
         self.leaf_spec = spec if piece is None else piece.span.parameter
@@ -117,19 +120,9 @@ class ManagedParameter:
         self.num_own_views = 1 if host_target is self.host_view else 2
 
     @property
-    def is_spread(self) -> bool:
-        """Whether each rank has a piece of it."""
-        return self.leaf is not self.parameter
-
-    @property
     def gradient(self) -> torch.Tensor | None:
         """What the next update uses; asked where reads of parameters are not noticed."""
         return self.leaf.grad
-
-    @property
-    def has_piece(self) -> bool:
-        """Whether there is something to update: a rank may have nothing of a parameter that is spread."""
-        return not self.is_spread or self.leaf.numel() > 0
 
     def add_piece(self, gradient: torch.Tensor) -> None:
         """Add an average to the gradient of the piece."""
@@ -396,8 +389,11 @@ class ManagedGroup:
             self._num_missing = dict.fromkeys(self._members_in, 0)
             is_resident = self.is_resident
             for managed, version in zip(self.members, compat.versions_of(self.parameters), strict=True):
-                # A group that this rank has not used is pending, and nobody reads a value.
-                with compat.without_torch_function() if self.is_spread else contextlib.nullcontext():
+                if self.is_spread:
+                    # A group that this rank has not used is pending, and nobody reads a value.
+                    with compat.without_torch_function():
+                        has_hooks = managed.enter_backward(version, is_resident=is_resident, is_averaged=is_averaged)
+                else:
                     has_hooks = managed.enter_backward(version, is_resident=is_resident, is_averaged=is_averaged)
                 if has_hooks:
                     self.awaits_hooks = True

@@ -13,13 +13,15 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lowtide import compat
-from lowtide.tracing.ghost.operators import Operator, describe
+
+if TYPE_CHECKING:
+    from lowtide.tracing.ghost.operators import Operator
 
 Values = dict["RecordedStorage", torch.UntypedStorage]
 
@@ -123,6 +125,8 @@ class Call:
     def of(cls, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Call:
         """As a dispatch mode sees it."""
         leaves, structure = compat.flatten((args, dict(kwargs)))
+        from lowtide.tracing.ghost.operators import describe  # here: a session without drawn weights needs no ghosts
+
         operator = describe(func)
         written = [args[place] for place in operator.writes if place < len(args)]
         written += [kwargs[name] for name in operator.written_names if name in kwargs]

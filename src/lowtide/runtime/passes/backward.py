@@ -418,7 +418,7 @@ class BackwardPass:
         return compat.backward_number() if self._whole is None else self._whole
 
     def _current_task(self, gradient: torch.Tensor | None) -> BackwardTask:
-        number = self._number()
+        number = compat.backward_number() if self._whole is None else self._whole
         assert number is not None
         task = self._tasks.get(number)
         if task is None:

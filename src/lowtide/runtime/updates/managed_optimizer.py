@@ -376,7 +376,8 @@ class ManagedOptimizer:
             with compat.without_torch_function():  # past what notices a look: nobody reads a value here
                 for parameter in ours:
                     parameter.grad = None
-                    self._members[id(parameter)].forget_piece()
+                    if (spread := self._members[id(parameter)]).is_spread:
+                        spread.forget_piece()
             return
         for parameter in parameters:
             managed = self._members.get(id(parameter))
@@ -533,7 +534,10 @@ class ManagedOptimizer:
         pieces: dict[int, torch.Tensor] = {}
         with compat.without_torch_function():
             # Past the guard of groups that a backward has updated: what it used up was judged there, and is gone.
-            gradients = [self._gradient_of(parameter) for parameter in parameters]
+            gradients = [
+                parameter.grad if (known := self._members.get(id(parameter))) is None else known.leaf.grad
+                for parameter in parameters
+            ]
         for number, gradient in enumerate(gradients):
             if gradient is None:
                 continue
@@ -603,7 +607,7 @@ class ManagedOptimizer:
         """A group's chunks on the host, and its streamed ones on the device."""
         executor, known = self._executor, self._updater.optimizer
         with compat.without_torch_function():
-            if all(managed.gradient is None for managed in group.members):
+            if not any(managed.leaf.grad is not None for managed in group.members):
                 return
         if group.is_spread:
             self._update_parts(group, settings)

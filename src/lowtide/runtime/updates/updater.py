@@ -121,7 +121,7 @@ class Updater:
         updates = [
             Update(managed.parameter, managed.leaf, managed.first_element)
             for managed in members
-            if managed.gradient is not None
+            if managed.leaf.grad is not None
         ]
         updates += [Update(parameter, parameter) for parameter in loose if parameter.grad is not None]
         if not updates:
@@ -250,7 +250,7 @@ def judge_here(
 ) -> torch.Tensor | None:
     """See `Updater.judge_in_backward`."""
     with compat.without_torch_function():
-        gradients = [(managed, managed.gradient) for managed in members]
+        gradients = [(managed, managed.leaf.grad) for managed in members]
     held = [(managed, gradient) for managed, gradient in gradients if gradient is not None]
     if not held:
         return None
