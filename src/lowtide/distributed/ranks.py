@@ -194,8 +194,8 @@ class Ranks:
         self.leave("the ranks have done different things")
         raise RanksDifferError(
             f"rank {other} of those that share the weights is about to exchange {found[other]}, and rank 0 {found[0]}: all ranks "
-            "must call the same modules in the same order, also where one of them has nothing to compute. Make what only some "
-            "of them call resident; then start all of them again from the last checkpoint"
+            "must call the same modules in the same order, also where one of them has nothing to compute, and have gradients for "
+            "the same parameters. Make what only some of them use resident; then start all of them again from the last checkpoint"
         )
 
     def spread(self, shards: int) -> Spread:
