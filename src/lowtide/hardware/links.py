@@ -215,7 +215,7 @@ class Cluster:
     per_node: int = 8
     """Ranks of a node, with a device each."""
     adapters: int = 8
-    """Of the link between nodes, on each node."""
+    """Adapters of the link between nodes, on each node."""
 
     def __post_init__(self) -> None:
         for key in ("per_node", "adapters"):

@@ -41,7 +41,7 @@ class Part:
     begin: int
     end: int
     pieces: tuple[Piece, ...]
-    """Of the parameters of which the rank has something, in order."""
+    """What it has of each parameter of which it has something, in order."""
 
     @property
     def nbytes(self) -> int:

@@ -186,7 +186,7 @@ class Plan:
     defragment_every: int = 0
     """Steps between two defragmentations of the host arena; 0: only when a request fails for fragmentation."""
     budgets: Budgets = Budgets()
-    """Of one rank, where there are several."""
+    """The budgets of one rank, if there are several."""
     sharding: Sharding | None = None
     """How the groups that are not resident are spread over ranks; None: each rank has all of them."""
     version: int = PLAN_VERSION

@@ -54,9 +54,9 @@ class RankCosts:
     num_ranks: int
     sharding: Sharding | None
     whole: Mapping[str, GroupShare]
-    """Of groups that every rank has all of."""
+    """The shares of groups that every rank has all of."""
     spread: Mapping[str, GroupShare]
-    """Of groups that are spread over the ranks; none without sharding."""
+    """The shares of groups that are spread over the ranks; none without sharding."""
     under_way_bytes: int
     """Device bytes of gradients on their way between ranks, at most."""
     takes_host_link: bool

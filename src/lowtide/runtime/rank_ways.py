@@ -33,7 +33,7 @@ _GAPS = 0.04
 """The share of the device budget that the allocator is taken to hold beyond its tensors, as where all hardware is ranked."""
 _PER_NODE = 8
 _MOST_REPLAYS = 4
-"""Of one way, each with less left to the search, before it counts as one that does not fit."""
+"""How often one way is replayed, each time with less left to the search, before it counts as one that does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RankSettings:
     network: str | None = None
     """Between nodes, of one adapter: `infiniband-ndr`, `ethernet-100`, ..., or a rate."""
     adapters: int | None = None
-    """Of each node. By default one for each rank where devices have NVLink, and one for all where they have not."""
+    """Adapters of each node. By default one for each rank if devices have NVLink, and one for all if they have not."""
     shards: int | None = None
     """Ranks that share the weights in the hybrid way; those of a node by default."""
 
@@ -110,7 +110,7 @@ class RankedWay:
     way: Way
     num_ranks: int
     plan: Plan
-    """Of each rank."""
+    """The plan of each rank."""
     candidate: Candidate
     simulated: SimulatedStep
     sent_bytes: dict[Operation, int]
@@ -120,12 +120,12 @@ class RankedWay:
     host_over_bytes: int
     """The same of the host's."""
     beside_bytes: int
-    """Of the device, beyond what one process takes that streams all weights and updates on the host: gradients on their way
+    """Bytes of the device, beyond what one process takes that streams all weights and updates on the host: gradients on their way
     between ranks, and what the device keeps."""
     update_bytes: int
-    """Of the device in `step()`, beside windows: parts, and what torch's own step takes besides, a copy of each weight."""
+    """Bytes of the device in `step()`, beside windows: parts, and what torch's own step takes besides, a copy of each weight."""
     num_tokens: int
-    """Of a rank's batch."""
+    """Tokens of a rank's batch."""
     blocks: tuple[str, ...]
     """Groups that can have an activation policy."""
 
@@ -146,7 +146,7 @@ class RankedWay:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Of all ranks together; None where the batch has no tokens."""
+        """Tokens a second of all ranks together; None if the batch has none."""
         return self.num_ranks * self.num_tokens / self.step_s if self.num_tokens else None
 
 
@@ -158,11 +158,11 @@ class RankPlans:
     cluster: Cluster
     ways: tuple[RankedWay, ...]
     limits: Limits
-    """Of one rank."""
+    """What one rank may take."""
 
     @property
     def fastest(self) -> RankedWay | None:
-        """Of those that fit; None where none does."""
+        """The fastest way that fits; None if none does."""
         return min((way for way in self.ways if way.fits), key=lambda way: way.step_s, default=None)
 
 

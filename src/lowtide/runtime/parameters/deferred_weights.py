@@ -275,7 +275,7 @@ class _Building:
         self._released.pop(record, None)
 
     def expose(self, tensor: Tensor) -> None:
-        """Somebody writes to or reads the tensor's memory past the recorded operators, now or later."""
+        """Note that the tensor's memory is written to or read past the recorded operators, now or later."""
         if is_plain(tensor):
             record = self.log.storage_of(tensor)
             self.bring_back(record)

@@ -43,7 +43,7 @@ class RecordedStorage:
         self.is_released = False
         """Whether it has no memory: its values are in the log only."""
         self.constant: Tensor | None = None
-        """Of a foreign one, the bytes when an operator last read it."""
+        """The bytes of a foreign one when an operator last read it."""
         self.written_in: list[int] = []
         """Numbers of the operations that write to it, in order."""
 
@@ -207,7 +207,7 @@ class Operation:
     makes: tuple[View | None, ...]
     """Its outputs; None for one that is an argument."""
     generator_state: Tensor | None
-    """Of the generator that it draws from."""
+    """The state of the generator that it draws from."""
     default_dtype: torch.dtype
     """What it makes where no dtype is given."""
 
